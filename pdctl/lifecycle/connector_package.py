@@ -44,4 +44,6 @@ def _package_folder() -> Path:
     in_source_tree = Path(__file__).resolve().parents[2] / "connector" / _PACKAGE
     if in_source_tree.is_dir():
         return in_source_tree
-    raise PdctlError("the package pdctl_connector is not installed", hint="reinstall pdctl: pip install --force-reinstall pdctl")
+    raise PdctlError(
+        "the package pdctl_connector is not installed", hint="reinstall pdctl: pip install --force-reinstall pdctl"
+    )
