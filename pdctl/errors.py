@@ -59,7 +59,7 @@ class Problem:
 
 
 class ClusterFileError(UsageError):
-    """The cluster file (or the plan that follows from it) cannot be used. Carries every problem found, not only the first."""
+    """The cluster file, or the plan that follows from it, cannot be used. Carries every problem found."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)

@@ -38,8 +38,8 @@ def print_result(plan: ClusterPlan, result: UpResult, *, as_json: bool, file_opt
         click.echo(f"  {words:<48} {meaning}")
     if result.changed:
         click.echo(
-            f"\n{', '.join(result.changed)} run an older plan than the cluster file asks for: pdctl up --apply restarts "
-            "them",
+            f"\n{', '.join(result.changed)} run an older plan than the cluster file asks for: pdctl up --apply "
+            "restarts them",
             err=True,
         )
     return code
@@ -88,11 +88,9 @@ def _print_proof(result: UpResult) -> None:
 
 def _curl(plan: ClusterPlan, model: str) -> str:
     words = ["curl", "-s", f"{plan.router.url}/v1/completions", "-H", "Content-Type: application/json"]
-    if "VLLM_API_KEY" in plan.prefill[0].secret_env:
-        # Left for the shell that runs it: the key itself is never printed.
-        key = ' -H "Authorization: Bearer $VLLM_API_KEY"'
-    else:
-        key = ""
+    # The name of the variable is left for the shell that runs it: the key itself is never printed.
+    secured = "VLLM_API_KEY" in plan.prefill[0].secret_env
+    key = ' -H "Authorization: Bearer $VLLM_API_KEY"' if secured else ""
     body = json.dumps({"model": model, "prompt": "Hello", "max_tokens": 16})
     return f"{shlex.join(words)}{key} -d {shlex.quote(body)}"
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 
 class Background:
-    """Work in a daemon thread (so that it never keeps the interpreter alive); its exception is raised by :meth:`result`."""
+    """Work in a daemon thread, so that it never keeps the interpreter alive; :meth:`result` raises what it raised."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         self._error: BaseException | None = None

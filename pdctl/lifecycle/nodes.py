@@ -292,7 +292,7 @@ class Nodes:
                 status=entry.get("status"),
                 body=str(entry.get("body") or ""),
                 duration_s=float(entry.get("duration_s") or 0.0),
-                error=entry.get("error"),
+                error=_http_error(entry.get("error")),
             )
             for entry in reply["responses"]
         ]
@@ -307,6 +307,10 @@ class LogPart:
     inode: int | None
 
 
+def _http_error(error: Mapping[str, Any] | None) -> str | None:
+    return None if error is None else f"{error.get('kind')}: {error.get('message')}"
+
+
 def _exit(entry: Mapping[str, Any] | None) -> Exit | None:
     return None if entry is None else Exit(code=entry.get("code"), signal=entry.get("signal"))
 
@@ -319,7 +323,7 @@ def _node_instance(name: str, entry: Mapping[str, Any]) -> NodeInstance:
         uptime_s=entry.get("uptime_s"),
         rss_bytes=entry.get("rss_bytes"),
         cpu_s=entry.get("cpu_s"),
-        processes=int(entry.get("processes") or 0),
+        processes=len(entry.get("processes") or ()),
         exit=_exit(entry.get("exit")),
         digest=entry.get("digest"),
         log_tail=str(entry.get("log_tail") or ""),

@@ -246,7 +246,7 @@ class _Launch:
         self._wait([router], _ROUTER_READY_S)
 
     def _teach_router(self) -> None:
-        """Let the router meet every prefill instance twice: the first request learns its identity, the second uses it."""
+        """Let the router meet every prefill instance twice: to learn its identity, then to use it."""
         router = self.plan.router
         self.reporter.step("warming up: the router learns each prefill instance")
         for attempt in range(2 * len(self.plan.prefill)):

@@ -1,0 +1,67 @@
+"""``PdPushConnector``: the class that vLLM loads.
+
+vLLM resolves it with ``kv_connector="PdPushConnector"`` and ``kv_connector_module_path="pdctl_connector.connector"`` in
+several processes: the API server, the engine core and every worker. So importing this module starts no thread and
+imports no more than upstream's own connector does. NIXL in particular is imported by vLLM, which sets UCX variables
+just before that (``vllm/distributed/nixl_utils.py``).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from . import compat
+from .version import __version__
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPushConnector
+except ImportError as error:
+    raise compat.import_failed(error) from error
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+# Under "vllm", because vLLM gives handlers to that logger alone.
+logger = logging.getLogger("vllm.pdctl_connector.connector")
+
+
+class PdPushConnector(NixlPushConnector):
+    """Upstream's NIXL push connector, loaded by pdctl after a check that this vLLM fits.
+
+    Raises:
+        UnsupportedVllm: this vLLM is not supported, or differs from its release in a member relied on.
+        ValueError: the configuration cannot be served in push mode.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        # First, so that a vLLM that does not fit is refused before threads and NIXL agents exist.
+        compat.check()
+        _refuse_what_upstream_refuses_by_name(vllm_config)
+        super().__init__(vllm_config, role, kv_cache_config)
+        compat.check_instance(self, compat.CONNECTOR)
+        if self.connector_scheduler is not None:
+            compat.check_instance(self.connector_scheduler, compat.SCHEDULER)
+        if self.connector_worker is not None:
+            compat.check_instance(self.connector_worker, compat.WORKER)
+        # pdctl looks for this line in the instance's log.
+        logger.info("PdPushConnector %s (pdctl) role=%s engine=%s", __version__, role.name.lower(), self.engine_id)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Refuse vLLM's sleep mode: peers keep the registration of this instance's KV cache. Asked since vLLM 0.33."""
+        del kv_transfer_config
+        return False
+
+
+def _refuse_what_upstream_refuses_by_name(vllm_config: VllmConfig) -> None:
+    # vLLM's own check (`_verify_aux_output_compatibility` in vllm/config/vllm.py) compares connector names, so it
+    # does not see this one.
+    aux_output = getattr(vllm_config, "aux_output_config", None)
+    if getattr(aux_output, "enable_return_routed_experts", False):
+        raise ValueError(
+            "--enable-return-routed-experts does not work with PdPushConnector: the experts chosen on the prefill side "
+            "are not transferred. Leave the option out."
+        )
