@@ -78,6 +78,7 @@ def _library(name: str) -> Sign:
 # Values which stand in the line where the server prints its arguments, for causes whose own line lacks them.
 CONTEXT: tuple[tuple[str, str, re.Pattern[str]], ...] = (
     ("configured_port", "non-default args: ", re.compile(r"'port': (\d{1,5})")),
+    ("configured_port", "Starting router on ", re.compile(r"Starting router on \S{1,100}:(\d{1,5})\b")),
     ("configured_host", "non-default args: ", re.compile(r"'host': '([^']{1,100})'")),
     ("configured_model", "non-default args: ", re.compile(r"'model(?:_tag)?': '([^']{1,300})'")),
 )
@@ -273,22 +274,26 @@ CAUSES: tuple[Cause, ...] = (
                 r"Repository Not Found for url: https://huggingface\.co/(?:api/models/)?"
                 r"(?P<model>[\w.-]{1,96}/[\w.-]{1,96})",
             ),
-            _sign(
-                "repository ID or local directory",
-                r"Invalid repository ID or local directory specified: "
-                r"'(?P<model>[^']{1,300})'",
-            ),
         ),
         unless_ids=("gated-model", "hub-unreachable", "permission-denied", "model-files-missing"),
     ),
     Cause(
         "model-files-missing",
-        ("the folder {path} lacks {file}", "the model's folder is incomplete: {reason}"),
-        "Copy the whole model again (config.json, tokenizer files, all *.safetensors) and compare the sizes with the "
-        "source; a download that was cut off leaves such a folder.",
+        (
+            "the folder {path} lacks {file}",
+            "{path} holds no config.json that this login can read",
+            "the model's folder is incomplete: {reason}",
+        ),
+        "`ls -l` the folder on this host, as the login that pdctl uses. Copy the whole model again (config.json, "
+        "tokenizer files, all *.safetensors), or open it to that login; compare the sizes with the source.",
         (
             _sign(
                 "does not appear to have", r"(?P<path>\S{1,300}) does not appear to have a file named (?P<file>[\w.-]+)"
+            ),
+            # Said when the path exists; vLLM does not tell a missing file from one that may not be read.
+            _sign(
+                "local directory specified",
+                r"Invalid repository ID or local directory specified: '(?P<path>[^']{1,300})'",
             ),
             _sign("Cannot find any model weights", r"(?P<reason>Cannot find any model weights with `?[^`\s]{1,300})"),
             _sign("Could not detect config format", r"(?P<reason>no config file found)"),
@@ -323,7 +328,7 @@ CAUSES: tuple[Cause, ...] = (
         ("the installed vLLM does not know the model's architecture: {reason}",),
         "Use a version of vLLM (and transformers) that lists the architecture, the same one on all hosts.",
         (
-            _sign("not supported for now", r"(?P<reason>Model architectures .{1,200}? (?:are not supported|failed))"),
+            _sign("not supported for now", r"(?P<reason>Model architectures .{1,200}? are not supported)"),
             _sign("does not recognize this architecture", r"(?P<reason>model type `?\w{1,80}`?)"),
         ),
     ),
@@ -812,15 +817,15 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         "workers-not-healthy",
-        ("the router gave up: not all prefill and decode instances answered in time",),
+        (
+            "the router gave up: {hosts} did not answer in time",
+            "the router gave up: not all prefill and decode instances answered in time",
+        ),
         "`pdctl status` shows which one does not answer, and `pdctl logs NAME` why. From the router's host "
         "`curl http://ADDRESS:PORT/health` must work for each of them.",
         (
-            _sign(
-                "healthy",
-                r"(?i)(?:timeout|timed out).{0,80}(?:workers?|hosts?).{0,60}healthy|"
-                r"(?:workers?|hosts?).{0,60}(?:did not|not) (?:become |all )?healthy",
-            ),
+            _sign("become healthy", r"Timeout.{0,40}? waiting for \w+ (?P<hosts>\[.{1,200}?\]) to become healthy"),
+            _sign("become healthy", r"Timeout waiting for workers to become healthy"),
         ),
     ),
     # --- ended by a signal

@@ -122,7 +122,10 @@ def shorten(text: str, limit: int = _SHOWN) -> str:
 
 
 _SECRETS: tuple[tuple[re.Pattern[str], str], ...] = (
-    (re.compile(r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----[\s\S]{0,20000}?(?:-----END [A-Z ]{0,40}-----|\Z)"), "***"),
+    (
+        re.compile(r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----(?:[^-]|-(?!-)){0,20000}(?:-----END [A-Z ]{0,40}-----)?"),
+        "***",
+    ),
     # user:password@host, or token@host, in an address
     (re.compile(r"(?<=://)[^\s/@'\"]{1,300}@"), "***@"),
     (re.compile(r"\bhf_[A-Za-z0-9]{6,}"), "hf_***"),

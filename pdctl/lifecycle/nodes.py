@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -25,9 +26,9 @@ class Exit:
 
     @property
     def words(self) -> str:
-        """``exit status 1`` or ``signal 9``."""
+        """``exit status 1`` or ``ended by SIGKILL``."""
         if self.signal is not None:
-            return f"ended by signal {self.signal}"
+            return f"ended by {_signal_name(self.signal)}"
         return f"exit status {self.code}" if self.code is not None else "exit status unknown"
 
 
@@ -312,7 +313,15 @@ def _http_error(error: Mapping[str, Any] | None) -> str | None:
 
 
 def _exit(entry: Mapping[str, Any] | None) -> Exit | None:
-    return None if entry is None else Exit(code=entry.get("code"), signal=entry.get("signal"))
+    if entry is None:
+        return None
+    name = entry.get("signal")
+    number = signal.Signals[name].value if name in signal.Signals.__members__ else None
+    return Exit(code=entry.get("code"), signal=number)
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def _node_instance(name: str, entry: Mapping[str, Any]) -> NodeInstance:

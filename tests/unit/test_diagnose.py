@@ -147,7 +147,7 @@ def test_words_in_a_logged_prompt_are_no_cause():
 
 
 def test_evidence_is_not_repeated_for_every_rank():
-    line = "(Worker_TP{} pid=9) ERROR 11-29 16:32:07 [multiproc_executor.py:1063] RuntimeError: No CUDA GPUs are available\n"
+    line = "(Worker_TP{} pid=9) ERROR 11-29 16:32:07 [x.py:1063] RuntimeError: No CUDA GPUs are available\n"
     found = diagnose("".join(line.format(rank) for rank in range(8)), 1, None)
     assert len(found) == 1
     assert len(found[0].evidence) == 1
@@ -180,7 +180,9 @@ def test_nothing_is_known(code, signal):
 
 
 def test_death_of_a_worker_in_the_log():
-    log = "(EngineCore pid=1) ERROR 11-29 16:33:20 [x.py:315] Worker proc VllmWorker-3 died unexpectedly (exit code: {})\n"
+    log = (
+        "(EngineCore pid=1) ERROR 11-29 16:33:20 [x.py:3] Worker proc VllmWorker-3 died unexpectedly (exit code: {})\n"
+    )
     assert "VllmWorker-3 was killed" in diagnose(log.format(-9), 1, None)[0].cause
     assert diagnose(log.format(-4), 1, None)[0].id == "illegal-instruction"
     assert diagnose(log.format("None"), 1, None)[0].id == "engine-died"
@@ -318,7 +320,8 @@ def test_arbitrary_text_never_crashes(text, code, signal):
     redact(text)
 
 
-FRAGMENTS = sorted({sign.needle for cause in CAUSES for sign in cause.signs}) + [
+FRAGMENTS = [
+    *sorted({sign.needle for cause in CAUSES for sign in cause.signs}),
     "(Worker pid=1) ERROR 11-29 16:31:12 [x.py:1] ",
     "INFO: ",
     "'",

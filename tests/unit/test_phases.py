@@ -114,8 +114,8 @@ def test_the_end_of_a_long_log_is_enough_to_be_ready(line):
 def test_router():
     log = (
         "\x1b[2m2026-11-29 16:35:09\x1b[0m \x1b[32m INFO\x1b[0m \x1b[2mvllm_router_rs::routers::http::router\x1b[0m"
-        "\x1b[2m:\x1b[0m \x1b[2msrc/routers/http/router.rs\x1b[0m\x1b[2m:\x1b[0m\x1b[2m1021:\x1b[0m Waiting for 2 unique "
-        "hosts (representing 2 workers) to become healthy (timeout: 600s)\n"
+        "\x1b[2m:\x1b[0m \x1b[2msrc/routers/http/router.rs\x1b[0m\x1b[2m:\x1b[0m\x1b[2m1021:\x1b[0m Waiting for 2 "
+        "unique hosts (representing 2 workers) to become healthy (timeout: 600s)\n"
     )
     assert phase(log) == (Phase.STARTING, "waiting for 2 worker hosts")
     log += (

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from pdctl import presets
 from pdctl.errors import PdctlError, UsageError
+from pdctl.plan import make_plan
 from pdctl.presets import preset_names, preset_text, preset_values
 from pdctl.spec import ClusterSpec, parse
 
@@ -27,6 +28,12 @@ def test_names():
 @pytest.mark.parametrize("name", NAMES)
 def test_a_preset_can_be_read_with_its_examples(name: str):
     assert read(name).cluster == preset_values(name)["cluster"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_plan_can_be_made_of_a_preset(name: str):
+    plan = make_plan(read(name), environ={}, connector_digest="0" * 64)
+    assert len(plan.instances) == (5 if name == "2p2d" else 3)
 
 
 @pytest.mark.parametrize("name", NAMES)
