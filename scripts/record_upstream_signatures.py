@@ -63,11 +63,11 @@ class Source:
                     if isinstance(base, ast.Name):
                         yield from self.classes(module, base.id)
                 return
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-                for alias in node.names:
+        for imported in ast.walk(tree):
+            if isinstance(imported, ast.ImportFrom) and imported.module and imported.level == 0:
+                for alias in imported.names:
                     if (alias.asname or alias.name) == name:
-                        yield from self.classes(node.module, alias.name)
+                        yield from self.classes(imported.module, alias.name)
                         return
 
 

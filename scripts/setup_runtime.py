@@ -581,8 +581,8 @@ def remove_broken_companions(target: Target, pip: Pip, runner: Runner) -> None:
         done = runner.run([str(target.python), "-I", "-c", code], timeout_s=IMPORT_TIMEOUT_S)
         if done.exit_code == 0:
             continue
-        reason = last_pip_error(done.text)
-        runner.screen.say(f"      removing {name}, which does not load here and is not needed ({reason[:80]})")
+        reason = last_pip_error(done.text).split(": /")[0][:80]
+        runner.screen.say(f"      removing {name}, which does not load here and is not needed ({reason})")
         removed = pip.uninstall([name])
         if removed.exit_code != 0:
             raise SetupError(f"removing {name} failed: {last_pip_error(removed.text)}")

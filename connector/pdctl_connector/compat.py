@@ -267,7 +267,7 @@ def import_failed(error: ImportError) -> UnsupportedVllm:
 
 def release_line(version: str) -> str:
     """Major and minor number of a version, such as ``0.33`` of ``0.33.1.dev3+g1234567``; empty when it has none."""
-    match = re.match(r"v?(\d+)\.(\d+)(?![\d])", version)
+    match = re.match(r"v?(\d+)\.(\d+)", version)
     return f"{match[1]}.{match[2]}" if match else ""
 
 

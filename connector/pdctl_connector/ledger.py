@@ -1,8 +1,8 @@
 """The transfer ledger: what every KV transfer of this rank is doing, and since when.
 
 One record per transfer and side. A record moves forward through its side's stages and ends in an outcome; a move that
-the table does not allow changes nothing, is counted and is logged once per kind. The ledger only watches: nothing of the
-transfer itself depends on it, and no call of it raises because of what it is told.
+the table does not allow changes nothing, is counted and is logged once per kind. The ledger only watches: nothing of
+the transfer itself depends on it, and no call of it raises because of what it is told.
 
 Every call takes one lock for some microseconds; listings take it for a few records at a time. Times are monotonic
 seconds of this process, so between hosts only the differences and ``started_unix`` mean anything.
@@ -196,6 +196,10 @@ class Ledger:
             if stage not in FIRST_STAGES.get(side, ()):
                 return self._refuse(side, "", stage)
             if len(self._inflight) >= self._inflight_limit:
+                if not self._totals["full"]:
+                    logger.warning(
+                        "transfer ledger: %d transfers in flight, no more are recorded", self._inflight_limit
+                    )
                 self._totals["full"] += 1
                 return "full"
             record = Record(side, key, attempt, stage, self._clock(), self._wall_clock())
@@ -276,16 +280,16 @@ class Ledger:
             return None if record is None else record.outcome or record.stage
 
     def inflight(self, *, side: Side | None = None, limit: int | None = None) -> list[dict[str, Any]]:
-        """The records in flight, oldest first."""
+        """The records in flight, oldest first. One that ends while they are listed shows its outcome."""
         with self._lock:
-            records = [record for record in self._inflight.values() if side is None or record.side == side]
-        return self._listed(records if limit is None else records[: max(limit, 0)])
+            records = list(self._inflight.values())
+        return self._listed(records, side, limit)
 
     def recent(self, *, side: Side | None = None, limit: int | None = None) -> list[dict[str, Any]]:
         """The ended records that are still kept, latest first."""
         with self._lock:
-            records = [record for record in reversed(self._recent) if side is None or record.side == side]
-        return self._listed(records if limit is None else records[: max(limit, 0)])
+            records = list(self._recent)
+        return self._listed(records[::-1], side, limit)
 
     def counts(self) -> Counts:
         """Totals and gauges; does not walk the records."""
@@ -330,23 +334,21 @@ class Ledger:
                 del self._recent_by_id[gone_identity]
 
     def _refuse(self, side: str, left: str, stage: str) -> Verdict:
-        move = (side, left, stage)
-        if move not in self._illegal and (side, stage) not in _KNOWN:
-            # A name that does not exist must not make the counter grow without bound.
-            move = (side if side in STAGES else "?", left, "?")
+        # A name that does not exist must not make the counter grow without bound.
+        move = (side, left, stage) if (side, stage) in _KNOWN else ("?", left, "?")
         if move not in self._illegal:
-            logger.warning(
-                "transfer ledger: %s side: no move from %s to %s (logged once)", side, left or "start", stage
-            )
+            logger.warning("transfer ledger: no move from %s to %s on the %s side", left or "the start", stage, side)
         self._illegal[move] += 1
         return "illegal"
 
-    def _listed(self, records: list[Record]) -> list[dict[str, Any]]:
+    def _listed(self, records: list[Record], side: Side | None, limit: int | None) -> list[dict[str, Any]]:
+        # A record's side never changes, so this needs no lock.
+        chosen = [record for record in records if side is None or record.side == side][:limit]
         listed: list[dict[str, Any]] = []
-        for start in range(0, len(records), _LISTED_PER_LOCK):
+        for start in range(0, len(chosen), _LISTED_PER_LOCK):
             with self._lock:
                 now = self._clock()
-                listed += [record.as_dict(now) for record in records[start : start + _LISTED_PER_LOCK]]
+                listed += [record.as_dict(now) for record in chosen[start : start + _LISTED_PER_LOCK]]
         return listed
 
     def _observe(self, side: Side, stage: Stage, seconds: float) -> None:

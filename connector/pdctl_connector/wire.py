@@ -36,8 +36,8 @@ _HEADER_BYTES: Final = len(PREFIX) + 2
 
 Kind = Literal["REG", "REG_ZERO", "DONE", "FAIL", "CANCEL", "CANCEL_ACK", "HB"]
 Fault = Literal["oversized", "version", "kind", "malformed", "invalid"]
-"""Why a notification of ours was refused: too long; another version; unknown kind; not msgpack; a type or value that the
-message does not allow."""
+"""Why a notification of ours was refused: too long; another version; unknown kind; not msgpack; a type or value that
+the message does not allow."""
 
 
 class WireError(ValueError):
@@ -199,9 +199,13 @@ class Cancel(_Message, frozen=True):
     Attributes:
         key: the transfer.
         attempt: the try; a registration of this try that comes later is refused.
+        tp_size: tensor-parallel ranks of the decode engine, so that a rank that never saw the registration can tell in
+            its answer how many writers there are.
     """
 
     kind: ClassVar[Kind] = "CANCEL"
+
+    tp_size: _Ranks
 
 
 class CancelAck(_Final, frozen=True):
@@ -317,10 +321,13 @@ def transfer_key(request_id: str, kv_transfer_params: Mapping[str, Any] | None, 
             ``VLLM_DISABLE_REQUEST_ID_RANDOMIZATION`` is set. If it is set, what looks like a suffix is part of the id.
     """
     given = (kv_transfer_params or {}).get("transfer_id")
-    key = given if isinstance(given, str) and given else request_id
-    if key is request_id and randomized:
+    if isinstance(given, str) and given:
+        key = given
+    elif randomized:
         # Never nothing: an id that is a suffix alone stays as it is.
         key = _RANDOM_SUFFIX.sub("", request_id) or request_id
+    else:
+        key = request_id
     key = _encodable(key)
     if len(key) <= MAX_KEY:
         return key

@@ -47,7 +47,7 @@ MESSAGES = st.one_of(
     st.builds(
         wire.Failed, KEYS, COUNTS, RANKS, st.integers(1, 65536), st.sampled_from(sorted(wire.FAIL_REASONS)), TEXTS
     ),
-    st.builds(wire.Cancel, KEYS, COUNTS),
+    st.builds(wire.Cancel, KEYS, COUNTS, st.integers(1, 65536)),
     st.builds(
         wire.CancelAck,
         KEYS,
@@ -110,7 +110,7 @@ def test_every_message_survives_the_trip(message: wire.Message) -> None:
 def test_the_bytes_of_a_message_stay_what_they_are() -> None:
     # Changing any of these needs another WIRE_VERSION.
     assert wire.WIRE_VERSION == 1
-    assert wire.encode(wire.Cancel("k", 3)) == b"PDCTL:\x01C" + msgspec.msgpack.encode(["k", 3])
+    assert wire.encode(wire.Cancel("k", 3, 8)) == b"PDCTL:\x01C" + msgspec.msgpack.encode(["k", 3, 8])
     assert wire.encode(wire.Register(**REG)) == b"PDCTL:\x01R" + msgspec.msgpack.encode([*REG.values(), "whole"])
     assert wire.encode(wire.RegisterZero("k", 0, "e", "r")) == b"PDCTL:\x01Z" + msgspec.msgpack.encode(
         ["k", 0, "e", "r"]
@@ -205,8 +205,10 @@ def test_a_registration_outside_its_limits_is_neither_sent_nor_accepted(change: 
         (b"F", ["k", 0, 0, 1, "x" * 33, ""]),
         (b"F", ["k", 0, 0, 1, "expired", "x" * 257]),
         (b"A", ["k", 0, 0, 1, "maybe"]),
-        (b"C", ["", 0]),
-        (b"C", [None, 0]),
+        (b"C", ["", 0, 1]),
+        (b"C", [None, 0, 1]),
+        (b"C", ["k", 0, 0]),
+        (b"C", ["k", 0]),
         (b"H", [[]]),
         (b"H", [["k"] * (wire.MAX_HEARTBEAT_KEYS + 1)]),
         (b"H", [["x" * (wire.MAX_KEY + 1)]]),
@@ -226,7 +228,7 @@ def test_an_unknown_reason_of_a_later_version_is_accepted() -> None:
 
 def test_what_utf8_cannot_carry_is_not_sent() -> None:
     with pytest.raises(wire.WireError) as raised:
-        wire.encode(wire.Cancel("\ud800", 0))
+        wire.encode(wire.Cancel("\ud800", 0, 1))
     assert raised.value.fault == "invalid"
     assert raised.value.message_kind == "CANCEL"
     assert wire.encode(wire.Failed("k", 0, 0, 1, "internal", wire.clip("\ud800" + "x" * 999)))
@@ -243,14 +245,14 @@ def test_a_foreign_notification_is_none(data: bytes) -> None:
 
 
 def test_each_fault_is_told_apart() -> None:
-    good = wire.encode(wire.Cancel("k", 0))
+    good = wire.encode(wire.Cancel("k", 0, 1))
     assert fault_of(wire.PREFIX) == "malformed"
     assert fault_of(wire.PREFIX + b"\x01") == "malformed"
     assert fault_of(wire.PREFIX + b"\x02C" + good[8:]) == "version"
     assert fault_of(wire.PREFIX + b"\x01?" + good[8:]) == "kind"
     assert fault_of(good[:-1]) == "malformed"
     assert fault_of(good + b"\x00") == "malformed"
-    assert fault_of(notification(b"C", b"\x92\xa2\xff\xfe\x00")) == "malformed"  # not UTF-8
+    assert fault_of(notification(b"C", b"\x93\xa2\xff\xfe\x00\x01")) == "malformed"  # not UTF-8
     assert fault_of(good + b"\x00" * wire.MAX_MESSAGE_BYTES) == "oversized"
 
 
@@ -276,10 +278,10 @@ REG_HEAD = b"\x9d\xa1k\x00\xa1e\xa1r\xa1h\x05\x02\x01"  # up to tp_rank; block_i
     [
         notification(b"C", b"\xdd" + HUGE),
         notification(b"C", b"\xdf" + HUGE),
-        notification(b"C", b"\x92\xdb" + HUGE + b"k"),
-        notification(b"C", b"\x92\xc6" + HUGE + b"k"),
-        notification(b"C", b"\x92\xc9" + HUGE + b"\x01k"),
-        notification(b"C", b"\x92\xa1k\xdd" + HUGE),
+        notification(b"C", b"\x93\xdb" + HUGE + b"k"),
+        notification(b"C", b"\x93\xc6" + HUGE + b"k"),
+        notification(b"C", b"\x93\xc9" + HUGE + b"\x01k"),
+        notification(b"C", b"\x93\xa1k\xdd" + HUGE),
         notification(b"H", b"\x91\xdd" + HUGE),
         notification(b"R", REG_HEAD + b"\xdd" + HUGE),
         notification(b"R", REG_HEAD + b"\x91\xdd" + HUGE),
@@ -287,8 +289,8 @@ REG_HEAD = b"\x9d\xa1k\x00\xa1e\xa1r\xa1h\x05\x02\x01"  # up to tp_rank; block_i
         notification(b"R", REG_HEAD + b"\xdc\x00\x40" + (b"\xdd" + struct.pack(">I", wire.MAX_BLOCKS)) * 64),
         notification(b"H", b"\x91" * 1_000_000),
         notification(b"C", b"\x91" * 1_000_000),
-        notification(b"C", b"\x92\xa1k" + b"\x91" * 1_000_000),
-        notification(b"C", b"\x92\xa1k" + b"\x81\xa1k" * 300_000),
+        notification(b"C", b"\x93\xa1k" + b"\x91" * 1_000_000),
+        notification(b"C", b"\x93\xa1k" + b"\x81\xa1k" * 300_000),
         notification(b"R", REG_HEAD + b"\x91" * 1_000_000),
         notification(b"C", b"\x00" * 8_000_000),
     ],
@@ -303,6 +305,20 @@ def test_claims_of_size_and_depth_cost_nothing(data: bytes) -> None:
         tracemalloc.stop()
     # The list of block ids that a header may announce, and nothing that grows with a claim beyond that.
     assert peak < 2 * 8 * wire.MAX_BLOCKS
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        notification(b"H", b"\x91\xdd" + HUGE),
+        notification(b"R", REG_HEAD + b"\xdd" + HUGE),
+        notification(b"R", REG_HEAD + b"\x91\xdd" + HUGE),
+    ],
+    ids=["keys", "groups", "blocks"],
+)
+def test_a_claimed_length_is_refused_by_its_limit(data: bytes) -> None:
+    # Not by running out of data, before which a list of that length may have been made.
+    assert fault_of(data) == "invalid"
 
 
 @given(st.binary(max_size=300))
@@ -389,7 +405,7 @@ def test_transfer_key(request_id: str, params: dict[str, Any] | None, randomized
 @example("x", "y" * 257, False)
 def test_any_key_can_be_sent(request_id: str, transfer_id: str, randomized: bool) -> None:
     key = wire.transfer_key(request_id, {"transfer_id": transfer_id}, randomized=randomized)
-    assert wire.decode(wire.encode(wire.Cancel(key, 0))) == wire.Cancel(key, 0)
+    assert wire.decode(wire.encode(wire.Cancel(key, 0, 1))) == wire.Cancel(key, 0, 1)
 
 
 def test_both_sides_shorten_a_long_id_alike_and_keep_ids_apart() -> None:

@@ -87,6 +87,13 @@ def test_every_cause_has_a_sample():
         ("too-few-devices", ["8 devices", "offers 4"]),
         ("handshake-incompatible", ["bfa8231f0f8c", "0c1d22e9b7aa"]),
         ("unsupported-vllm", ["0.29.1"]),
+        ("port-in-use--router", ["port 8163 "]),
+        ("side-channel-unreachable", ["10.0.0.11:5999"]),
+        ("side-channel-unreachable--libfabric", ["decode-0"]),
+        ("stale-engine-id", ["prefill-0-old", "decode-0"]),
+        ("workers-not-healthy", ["http://10.0.0.11:8991"]),
+        ("tensor-parallel", ["3 devices", "(8)"]),
+        ("unknown-argument--router", ["--prefll"]),
         ("libfabric-missing--library", ["libfabric.so.1"]),
         ("interpreter-missing", ["/opt/vllm/bin/python"]),
         ("engine-died", ["expected 8 KV heads, found 7"]),
@@ -131,6 +138,13 @@ def test_error_in_a_living_process_is_not_general():
     log = "Traceback (most recent call last):\nValueError: a request was wrong\n"
     assert diagnose(log, None, None) == []
     assert [item.id for item in diagnose(log, 1, None)] == ["python-error"]
+
+
+def test_requests_cut_off_by_a_stop_are_no_dead_engine():
+    stop = "(APIServer pid=1) INFO 11-29 17:17:29 [launcher.py:254] [shutdown] API server: shutdown triggered\n"
+    echo = "(APIServer pid=1) ERROR 11-29 17:17:29 [x.py:9] vllm.v1.engine.exceptions.EngineDeadError: see above\n"
+    assert diagnose(stop + echo, None, None) == []
+    assert [item.id for item in diagnose(echo + stop, None, None)] == ["engine-died"]
 
 
 def test_warnings_of_loggers_are_no_cause():
@@ -185,7 +199,9 @@ def test_death_of_a_worker_in_the_log():
     )
     assert "VllmWorker-3 was killed" in diagnose(log.format(-9), 1, None)[0].cause
     assert diagnose(log.format(-4), 1, None)[0].id == "illegal-instruction"
-    assert diagnose(log.format("None"), 1, None)[0].id == "engine-died"
+    found = diagnose(log.format("None"), 0, None)[0]
+    assert found.id == "worker-vanished"
+    assert "VllmWorker-3" in found.cause
 
 
 # --- the table and its page
