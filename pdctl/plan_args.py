@@ -106,8 +106,14 @@ _REFUSED_BY_ROUTER: dict[str, _Refusal] = {
     "prometheus-port": _Refusal("the metrics port is a key of its own", "use `router.metrics_port`"),
 }  # fmt: skip
 
-_ROUTER_REPEATED = frozenset({"kv-event-source", "kv-event-replay-source", "pd-kv-events", "wasm-middleware-route"})
-"""Options of vllm-router that are given once for each value; its other list options take all values at once."""
+_REPEATED = frozenset(
+    {"middleware", "kv-event-source", "kv-event-replay-source", "pd-kv-events", "wasm-middleware-route"}
+)
+"""Options of vLLM and vllm-router that are given once for each value; other lists go behind one option."""
+_JSON_LISTS = frozenset({"allowed-origins", "allowed-methods", "allowed-headers"})
+"""Options of vLLM whose list is one JSON value."""
+_COMMA_LISTS = frozenset({"disable-access-log-for-endpoints"})
+"""Options of vLLM whose list is one text with commas."""
 
 
 def check_arguments(spec: ClusterSpec, problems: list[Problem]) -> None:
@@ -118,7 +124,7 @@ def check_arguments(spec: ClusterSpec, problems: list[Problem]) -> None:
         refusal = _REFUSED_BY_ROUTER.get(name)
         if refusal is not None and refusal.applies(value):
             problems.append(spec.problem(f"router.args.{name}", refusal.message, refusal.hint))
-        _check_passable(spec, f"router.args.{name}", value, problems)
+        _check_passable(spec, "router.args", name, value, problems)
 
 
 def _check_vllm_arguments(spec: ClusterSpec, role: Role, problems: list[Problem]) -> None:
@@ -128,7 +134,10 @@ def _check_vllm_arguments(spec: ClusterSpec, role: Role, problems: list[Problem]
     for name, value in section.vllm_args.items():
         key = f"{role}.vllm_args.{name}"
         option = name.partition(".")[0]
-        _check_passable(spec, key, value, problems)
+        _check_passable(spec, f"{role}.vllm_args", name, value, problems)
+        if "." in name and option in section.vllm_args:
+            message = f"vLLM keeps only one of this and `{option}`{_line(spec, f'{role}.vllm_args.{option}')}"
+            problems.append(spec.problem(key, message, f"put both in one mapping under `{option}`"))
         if option in owned:
             wanted, own_key = owned[option]
             if str(value) != str(wanted):
@@ -182,10 +191,12 @@ def _check_parallelism(spec: ClusterSpec, role: Role, problems: list[Problem]) -
                 problems.append(spec.problem(f"decode.vllm_args.{name}", message, "use `tensor_parallel` instead"))
 
 
-def _check_passable(spec: ClusterSpec, key: str, value: Any, problems: list[Problem]) -> None:
+def _check_passable(spec: ClusterSpec, section: str, name: str, value: Any, problems: list[Problem]) -> None:
+    if "." in name or name in _REPEATED | _JSON_LISTS | _COMMA_LISTS:
+        return
     if isinstance(value, (list, tuple)) and len(value) > 1 and any(str(item).startswith("-") for item in value):
         message = "a list with a value that starts with a dash cannot be passed on a command line"
-        problems.append(spec.problem(key, message, "values after the first would be read as options"))
+        problems.append(spec.problem(f"{section}.{name}", message, "such a value would be read as an option"))
 
 
 def _line(spec: ClusterSpec, key: str) -> str:
@@ -194,10 +205,11 @@ def _line(spec: ClusterSpec, key: str) -> str:
 
 
 def words(name: str, value: Any) -> list[str]:
-    """Write one option of vLLM as words of a command line.
+    """Write one option as words of a command line.
 
     ``True`` gives ``--name``, ``False`` gives ``--no-name``, a list all its values behind the name, a mapping JSON. A
-    value that starts with a dash is joined by ``=``, else argparse takes it for an option.
+    value that starts with a dash is joined by ``=``, else argparse takes it for an option. The few options that take
+    a list in another way get it in theirs.
     """
     option = f"--{name}"
     if "." in name:
@@ -211,6 +223,12 @@ def words(name: str, value: Any) -> list[str]:
     if isinstance(value, Mapping):
         return [option, _json(value)]
     values = [_text(item) for item in value] if isinstance(value, (list, tuple)) else [_text(value)]
+    if isinstance(value, (list, tuple)) and name in _JSON_LISTS:
+        return [option, _json(list(value))]
+    if name in _COMMA_LISTS:
+        values = [",".join(values)]
+    if name in _REPEATED and len(values) > 1:
+        return [word for item in values for word in words(name, item)]
     if len(values) == 1 and values[0].startswith("-"):
         return [f"{option}={values[0]}"]
     return [option, *values]
@@ -334,9 +352,7 @@ def router_argv(spec: ClusterSpec, seat: RouterSeat, urls: Mapping[Role, Sequenc
         if name == "prometheus-host" or value is False:
             # Flags of vllm-router have no negative form.
             continue
-        values = value if name in _ROUTER_REPEATED and isinstance(value, (list, tuple)) else [value]
-        for item in values:
-            own += words(name, item)
+        own += words(name, value)
     return own
 
 

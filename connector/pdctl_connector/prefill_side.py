@@ -25,6 +25,8 @@ ALIVE_S: Final = 2.0
 
 PeerState = Literal["ready", "connecting", "failed"]
 HandleState = Literal["active", "done", "failed"]
+DecodeRank = wire.Register | wire.Cancel
+"""A message that says where its decode engine is."""
 Identity = tuple[str, str, int]
 """Key, decode engine, attempt."""
 
@@ -42,7 +44,7 @@ class Posted:
 class Transport(Protocol):
     """What the prefill side needs of NIXL. Nothing here waits."""
 
-    def connect(self, registration: wire.Register) -> PeerState:
+    def connect(self, registration: DecodeRank) -> PeerState:
         """State of the connection for WRITEs to a decode engine; begins one if there is none."""
 
     def send(self, engine_id: str, message: wire.Message) -> bool:
@@ -112,7 +114,7 @@ class PrefillSide:
         self._parked: dict[str, tuple[wire.Register, float]] = {}
         self._ended_keys: OrderedDict[str, _Tomb] = OrderedDict()
         self._tombs: OrderedDict[Identity, _Tomb] = OrderedDict()
-        self._outbox: dict[str, list[tuple[wire.Register, wire.Message]]] = {}
+        self._outbox: dict[str, list[tuple[DecodeRank, wire.Message]]] = {}
         self._sent: list[str] = []
         self.expired = 0
 
@@ -272,9 +274,8 @@ class PrefillSide:
     def _on_cancel(self, message: wire.Cancel, now: float) -> str:
         identity = (message.key, message.engine_id, message.attempt)
         tomb = self._tombs.get(identity)
-        back = message.back
         if tomb is not None:
-            self._answer(back, self._ack(back, tomb.outcome))
+            self._answer(message, self._ack(message, tomb.outcome))
             return "repeated"
         parked = self._parked.get(message.key)
         if parked is not None and _identity(parked[0]) == identity:
@@ -290,12 +291,12 @@ class PrefillSide:
             request.registration = None
             request.unwanted = "cancelled by decode"
             self._bury(identity, "cancelled", "aborted", "cancelled by decode", 0, now)
-            self._answer(back, self._ack(back, "cancelled"))
+            self._answer(message, self._ack(message, "cancelled"))
             if request.ready_at is not None:
                 self._finish(request, "cancelled", "aborted", "cancelled by decode", now)
             return "accepted"
         self._bury(identity, "cancelled", "aborted", "cancelled by decode", 0, now)
-        self._answer(back, self._ack(back, "cancelled"))
+        self._answer(message, self._ack(message, "cancelled"))
         # A client that left both sides: its prefill request need not wait for a registration that will not come.
         for request in list(self._by_key.get(message.key, ())):
             if request.registration is None and not request.posted and not request.duplicate:
@@ -349,6 +350,13 @@ class PrefillSide:
     def busy_engines(self) -> set[str]:
         """Engines that a WRITE is in flight to."""
         return {r.registration.engine_id for r in self._requests.values() if r.active and r.registration is not None}
+
+    def engine_of(self, handle: int) -> str:
+        """The engine that a WRITE goes to; empty if it is none of ours."""
+        for request in self._requests.values():
+            if handle in request.active and request.registration is not None:
+                return request.registration.engine_id
+        return ""
 
     def shut_down(self, now: float) -> None:
         """Stop intake: every registration without a WRITE in flight is told; WRITEs in flight go on."""
@@ -440,8 +448,6 @@ class PrefillSide:
             same.remove(request)
         if not same:
             self._by_key.pop(request.key, None)
-        if outcome == "cancelled" and request.ready_at is None:
-            outcome = "cancelled"
         self._ledger.advance("prefill", request.key, 0, outcome, reason=detail or reason)
         if held and request.ready_at is not None:
             self._sent.append(request.request_id)
@@ -473,7 +479,7 @@ class PrefillSide:
             return wire.CancelAck(**head, state="cancelled")
         return wire.Failed(**head, reason=tomb.reason or "internal", detail=wire.clip(tomb.detail))
 
-    def _ack(self, registration: wire.Register, outcome: str) -> wire.Message:
+    def _ack(self, registration: DecodeRank, outcome: str) -> wire.Message:
         rank, writers = self._transport.writers(registration.tp_size)
         return wire.CancelAck(
             key=registration.key,
@@ -483,7 +489,7 @@ class PrefillSide:
             state="completed" if outcome == "completed" else "failed" if outcome == "failed" else "cancelled",
         )
 
-    def _answer(self, registration: wire.Register, message: wire.Message) -> None:
+    def _answer(self, registration: DecodeRank, message: wire.Message) -> None:
         """Send, or keep until the engine is connected; an engine that cannot be reached has a deadline of its own."""
         state = self._transport.connect(registration)
         if state == "ready":

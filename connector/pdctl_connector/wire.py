@@ -34,7 +34,7 @@ TOKEN_HASH_BYTES: Final = 8
 
 _HEADER_BYTES: Final = len(PREFIX) + 2
 
-Kind = Literal["REG", "REG_ZERO", "DONE", "FAIL", "CANCEL", "CANCEL_ACK", "HB"]
+Kind = Literal["REG", "REG_ZERO", "DONE", "FAIL", "CANCEL", "CANCEL_ACK", "ALIVE", "HB"]
 Fault = Literal["oversized", "version", "kind", "malformed", "invalid"]
 """Why a notification of ours was refused: too long; another version; unknown kind; not msgpack; a type or value that
 the message does not allow."""
@@ -199,12 +199,17 @@ class Cancel(_Message, frozen=True):
     Attributes:
         key: the transfer.
         attempt: the try; a registration of this try that comes later is refused.
-        tp_size: tensor-parallel ranks of the decode engine, so that a rank that never saw the registration can tell in
-            its answer how many writers there are.
+        engine_id: the decode engine. This and the rest let a rank that never saw the registration answer.
+        host: side channel of the decode engine.
+        port: its port.
+        tp_size: tensor-parallel ranks of the decode engine.
     """
 
     kind: ClassVar[Kind] = "CANCEL"
 
+    engine_id: _Name
+    host: _Name
+    port: _Port
     tp_size: _Ranks
 
 
@@ -225,6 +230,21 @@ class CancelAck(_Final, frozen=True):
     state: Literal["cancelled", "completed", "failed"]
 
 
+class Alive(_Message, frozen=True):
+    """ALIVE, prefill to decode: the request is getting on. Sent every few seconds until the WRITE is posted, and then.
+
+    Attributes:
+        key: the transfer.
+        attempt: the try.
+        stage: where it is. After ``posted`` nothing more is said until the end, so that a WRITE that does not move
+            runs into the decode side's deadline.
+    """
+
+    kind: ClassVar[Kind] = "ALIVE"
+
+    stage: Literal["prefilling", "ready", "posted"]
+
+
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """HB, decode to prefill: requests with these keys still wait; renew their leases.
 
@@ -237,7 +257,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     keys: Annotated[list[_Key], Meta(min_length=1, max_length=MAX_HEARTBEAT_KEYS)]
 
 
-Message = Register | RegisterZero | Done | Failed | Cancel | CancelAck | Heartbeat
+Message = Register | RegisterZero | Done | Failed | Cancel | CancelAck | Alive | Heartbeat
 
 _TYPES: Final[dict[bytes, type[Message]]] = {
     b"R": Register,
@@ -246,6 +266,7 @@ _TYPES: Final[dict[bytes, type[Message]]] = {
     b"F": Failed,
     b"C": Cancel,
     b"A": CancelAck,
+    b"L": Alive,
     b"H": Heartbeat,
 }
 _DECODERS: Final = {letter: msgspec.msgpack.Decoder(cls) for letter, cls in _TYPES.items()}

@@ -45,8 +45,12 @@ def json_output(function: F) -> F:
     return click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout.")(function)
 
 
-def load_plan(file: Path) -> ClusterPlan:
+def load_plan(file: Path, *, require_secrets: bool = False) -> ClusterPlan:
     """Read the cluster file and plan it.
+
+    Args:
+        file: the cluster file.
+        require_secrets: whether every secret must be in this environment. Only what starts instances needs them.
 
     Raises:
         ClusterFileError: the file, or the plan that follows from it, is wrong.
@@ -57,7 +61,12 @@ def load_plan(file: Path) -> ClusterPlan:
     from pdctl.spec import load
 
     spec = load(file, os.environ)
-    return make_plan(spec, environ=os.environ, connector_digest=connector_digest(connector_files()))
+    return make_plan(
+        spec,
+        environ=os.environ,
+        connector_digest=connector_digest(connector_files()),
+        require_secrets=require_secrets,
+    )
 
 
 def find_instance(plan: ClusterPlan, name: str) -> InstancePlan:

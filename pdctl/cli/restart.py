@@ -48,7 +48,7 @@ def command(
 
     if bool(names) == bool(role):
         raise click.UsageError("name one or more instances, or give --role")
-    plan = load_plan(file)
+    plan = load_plan(file, require_secrets=True)
     instances = (
         [instance for instance in plan.instances if instance.role == role]
         if role

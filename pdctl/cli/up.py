@@ -34,7 +34,7 @@ def command(
     prefill/decode pair, starts the router, and sends one completion whose answer and transferred bytes are checked.
     Running it again changes nothing. A failed or interrupted launch stops what it had started (not with --keep).
     """
-    plan = load_plan(file)
+    plan = load_plan(file, require_secrets=not dry_run)
     if dry_run:
         from pdctl.plan_text import plan_text
 

@@ -883,10 +883,12 @@ CAUSES: tuple[Cause, ...] = (
     # --- nothing better is known
     Cause(
         "worker-vanished",
-        ("a worker process ended without a word while the engine started: killed, or crashed in native code",),
-        "`dmesg -T | tail -50` (or `journalctl -k`) on this host: it names a process that was killed for lack of "
-        "memory, "
-        "crashed, or met an illegal instruction. vLLM writes nothing of it while it starts.",
+        (
+            "the worker process {process} ended without a word: killed, or crashed in native code",
+            "a worker process ended without a word: killed, or crashed in native code",
+        ),
+        "`dmesg -T | tail -50` (or `journalctl -k`) on this host names a process that was killed for lack of memory, "
+        "crashed, or met an illegal instruction (on CPUs with AMX: send an ordinary completion before pushed ones).",
         weight=Weight.GENERAL,
     ),
     Cause(

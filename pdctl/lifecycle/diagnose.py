@@ -37,12 +37,15 @@ _ENGINE_DIED = re.compile(
 _ROOT_BEGINS = re.compile(
     r"WorkerProc failed to start|WorkerProc hit an exception|EngineCore failed to start|fatal error"
 )
-# The engine says so, whether or not the worker could write a traceback of its own.
-_WORKER_GONE = "WorkerProc initialization failed"
+_SHUTDOWN = "[shutdown] API server: shutdown triggered"
+# The engine says so, whether or not the worker could write a traceback of its own. At run time the exit code is often
+# not known yet when vLLM reports it ("exit code: None").
+_WORKER_GONE = re.compile(r"WorkerProc initialization failed|Worker proc (?P<process>[\w.-]{1,60}) died unexpectedly")
 # Errors that only repeat that something else failed.
 _ECHO = re.compile(
     r"Engine core initialization failed|[Ss]ee (?:the )?(?:stack trace|root cause)|WorkerProc initialization failed"
-    r"|EngineDeadError|Engine process failed to start|Frontend process failed|Worker failed with error"
+    r"|EngineDeadError|Engine process failed to start|Frontend process failed"
+    r"|Worker failed with error|Executor failed\."
     r"|^(?:SystemExit|KeyboardInterrupt|asyncio\.exceptions\.CancelledError|CancelledError)\b"
 )
 _EXCEPTION = re.compile(
@@ -178,31 +181,46 @@ def _signal_name(number: int) -> str:
 
 def _read_exceptions(lines: Sequence[LogLine], exit_code: int | None, found: dict[str, _Found]) -> None:
     """Add the general cause: the exception which came first, not its echoes."""
-    died = next((n for n, line in enumerate(lines) if not line.harmless and _ENGINE_DIED.search(line.body)), None)
+    died = _engine_death(lines)
     if died is None and exit_code in (None, 0):
         return  # a traceback in a process that lives on, or ended well, is not why it ended
     root = _root_exception(lines, died)
-    if died is None and root is None:
+    number = died if root is None else root
+    if number is None or any(lines[number].body in item.bodies for item in found.values()):
         return
     if died is None:
         cause = _BY_ID["python-error"]
-    elif root is None and any(_WORKER_GONE in line.body for line in lines):
+    elif root is None and any(_WORKER_GONE.search(line.body) for line in lines):
         cause = _BY_ID["worker-vanished"]
     else:
         cause = _BY_ID["engine-died"]
-    number = died if root is None else root
-    assert number is not None
-    if root is not None and any(lines[root].body in item.bodies for item in found.values()):
-        return
     item = _Found(cause, number)
-    text = ""
-    if root is not None:
-        text = lines[root].body
-        if text.endswith(":") or "validation error" in text:
-            # pydantic, and some of vLLM's own texts, go on in the next lines
-            text = " ".join([text, *(line.body for line in lines[root + 1 : root + 3])])
-    item.add(lines[number], {"error": redact(text)})
+    gone = _WORKER_GONE.search(lines[number].body)
+    item.add(
+        lines[number],
+        {
+            "error": "" if root is None else redact(_whole_message(lines, root)),
+            "process": gone["process"] if gone else "",
+        },
+    )
     found[cause.id] = item
+
+
+def _engine_death(lines: Sequence[LogLine]) -> int | None:
+    for number, line in enumerate(lines):
+        if _SHUTDOWN in line.body:
+            return None  # requests that are cut off by a stop report a dead engine, too
+        if not line.harmless and _ENGINE_DIED.search(line.body):
+            return number
+    return None
+
+
+def _whole_message(lines: Sequence[LogLine], number: int) -> str:
+    text = lines[number].body
+    if text.endswith(":") or "validation error" in text:
+        # pydantic, and some of vLLM's own texts, go on in the next lines
+        return " ".join([text, *(line.body for line in lines[number + 1 : number + 3])])
+    return text
 
 
 def _root_exception(lines: Sequence[LogLine], died: int | None) -> int | None:

@@ -130,7 +130,8 @@ class Nodes:
         self._pythons: dict[str, tuple[str, ...]] = {}
         for instance in plan.instances:
             known = self._pythons.setdefault(instance.host, ("python3",))
-            if instance.argv and instance.argv[0] not in known:
+            # Only the node knows its home folder; there `python3` has to do for the agent.
+            if instance.argv and instance.argv[0] not in known and not instance.argv[0].startswith("@"):
                 self._pythons[instance.host] = (*known, instance.argv[0])
 
     def _call(self, host: str, command: str, request: Mapping[str, Any], *, work_s: float) -> dict[str, Any]:

@@ -47,7 +47,8 @@ MESSAGES = st.one_of(
     st.builds(
         wire.Failed, KEYS, COUNTS, RANKS, st.integers(1, 65536), st.sampled_from(sorted(wire.FAIL_REASONS)), TEXTS
     ),
-    st.builds(wire.Cancel, KEYS, COUNTS, st.integers(1, 65536)),
+    st.builds(wire.Cancel, KEYS, COUNTS, NAMES, NAMES, st.integers(1, 65535), st.integers(1, 65536)),
+    st.builds(wire.Alive, KEYS, COUNTS, st.sampled_from(["prefilling", "ready", "posted"])),
     st.builds(
         wire.CancelAck,
         KEYS,
@@ -110,7 +111,10 @@ def test_every_message_survives_the_trip(message: wire.Message) -> None:
 def test_the_bytes_of_a_message_stay_what_they_are() -> None:
     # Changing any of these needs another WIRE_VERSION.
     assert wire.WIRE_VERSION == 1
-    assert wire.encode(wire.Cancel("k", 3, 8)) == b"PDCTL:\x01C" + msgspec.msgpack.encode(["k", 3, 8])
+    assert wire.encode(wire.Cancel("k", 3, "e", "h", 5600, 8)) == b"PDCTL:\x01C" + msgspec.msgpack.encode(
+        ["k", 3, "e", "h", 5600, 8]
+    )
+    assert wire.encode(wire.Alive("k", 3, "ready")) == b"PDCTL:\x01L" + msgspec.msgpack.encode(["k", 3, "ready"])
     assert wire.encode(wire.Register(**REG)) == b"PDCTL:\x01R" + msgspec.msgpack.encode([*REG.values(), "whole"])
     assert wire.encode(wire.RegisterZero("k", 0, "e", "r")) == b"PDCTL:\x01Z" + msgspec.msgpack.encode(
         ["k", 0, "e", "r"]
@@ -228,7 +232,7 @@ def test_an_unknown_reason_of_a_later_version_is_accepted() -> None:
 
 def test_what_utf8_cannot_carry_is_not_sent() -> None:
     with pytest.raises(wire.WireError) as raised:
-        wire.encode(wire.Cancel("\ud800", 0, 1))
+        wire.encode(wire.Cancel("\ud800", 0, "e", "h", 1, 1))
     assert raised.value.fault == "invalid"
     assert raised.value.message_kind == "CANCEL"
     assert wire.encode(wire.Failed("k", 0, 0, 1, "internal", wire.clip("\ud800" + "x" * 999)))
@@ -245,14 +249,14 @@ def test_a_foreign_notification_is_none(data: bytes) -> None:
 
 
 def test_each_fault_is_told_apart() -> None:
-    good = wire.encode(wire.Cancel("k", 0, 1))
+    good = wire.encode(wire.Cancel("k", 0, "e", "h", 1, 1))
     assert fault_of(wire.PREFIX) == "malformed"
     assert fault_of(wire.PREFIX + b"\x01") == "malformed"
     assert fault_of(wire.PREFIX + b"\x02C" + good[8:]) == "version"
     assert fault_of(wire.PREFIX + b"\x01?" + good[8:]) == "kind"
     assert fault_of(good[:-1]) == "malformed"
     assert fault_of(good + b"\x00") == "malformed"
-    assert fault_of(notification(b"C", b"\x93\xa2\xff\xfe\x00\x01")) == "malformed"  # not UTF-8
+    assert fault_of(notification(b"C", b"\x96\xa2\xff\xfe\x00\xa1e\xa1h\x01\x01")) == "malformed"  # not UTF-8
     assert fault_of(good + b"\x00" * wire.MAX_MESSAGE_BYTES) == "oversized"
 
 
@@ -405,7 +409,7 @@ def test_transfer_key(request_id: str, params: dict[str, Any] | None, randomized
 @example("x", "y" * 257, False)
 def test_any_key_can_be_sent(request_id: str, transfer_id: str, randomized: bool) -> None:
     key = wire.transfer_key(request_id, {"transfer_id": transfer_id}, randomized=randomized)
-    assert wire.decode(wire.encode(wire.Cancel(key, 0, 1))) == wire.Cancel(key, 0, 1)
+    assert wire.decode(wire.encode(wire.Cancel(key, 0, "e", "h", 1, 1))) == wire.Cancel(key, 0, "e", "h", 1, 1)
 
 
 def test_both_sides_shorten_a_long_id_alike_and_keep_ids_apart() -> None:
