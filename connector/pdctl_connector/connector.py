@@ -15,13 +15,13 @@ from . import compat
 from .version import __version__
 
 try:
-    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPushConnector
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector, NixlPushConnector
 except ImportError as error:
     raise compat.import_failed(error) from error
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 # Under "vllm", because vLLM gives handlers to that logger alone.
@@ -40,7 +40,19 @@ class PdPushConnector(NixlPushConnector):
         # First, so that a vLLM that does not fit is refused before threads and NIXL agents exist.
         compat.check()
         _refuse_what_upstream_refuses_by_name(vllm_config)
-        super().__init__(vllm_config, role, kv_cache_config)
+        # Upstream's constructor would make its own scheduler or worker, with an agent and threads: one level up then.
+        NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
+        _refuse_what_upstream_refuses(vllm_config)
+        self.connector_scheduler: Any = None
+        self.connector_worker: Any = None
+        if role == KVConnectorRole.SCHEDULER:
+            from .scheduler import PdPushScheduler
+
+            self.connector_scheduler = PdPushScheduler(vllm_config, self.engine_id, kv_cache_config)
+        else:
+            from .worker import PdPushWorker
+
+            self.connector_worker = PdPushWorker(vllm_config, self.engine_id, kv_cache_config)
         compat.check_instance(self, compat.CONNECTOR)
         if self.connector_scheduler is not None:
             compat.check_instance(self.connector_scheduler, compat.SCHEDULER)
@@ -49,11 +61,43 @@ class PdPushConnector(NixlPushConnector):
         # pdctl looks for this line in the instance's log.
         logger.info("PdPushConnector %s (pdctl) role=%s engine=%s", __version__, role.name.lower(), self.engine_id)
 
+    # --- scheduler side --------------------------------------------------------------------------------------------------
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Blocks that a late WRITE may touch are kept out of use in this pool."""
+        super().bind_gpu_block_pool(gpu_block_pool)
+        if self.connector_scheduler is not None:
+            self.connector_scheduler.bind_block_pool(gpu_block_pool)
+
+    # --- worker side -----------------------------------------------------------------------------------------------------
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """Hand the step's news to the writer before the forward: on CPU, `start_load_kv` comes only after it."""
+        super().bind_connector_metadata(connector_metadata)
+        if self.connector_worker is not None:
+            self.connector_worker.take_step(connector_metadata)
+
+    def build_connector_worker_meta(self) -> Any:
+        """What the scheduler side must know about blocks that are not fenced."""
+        if self.connector_worker is None:
+            return None
+        unfenced, fenced = self.connector_worker.take_fences()
+        if not unfenced and not fenced:
+            return None
+        from .scheduler import Fences
+
+        return Fences(dict.fromkeys(unfenced, 1), dict.fromkeys(fenced, 1))
+
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
         """Refuse vLLM's sleep mode: peers keep the registration of this instance's KV cache. Asked since vLLM 0.33."""
         del kv_transfer_config
         return False
+
+
+def _refuse_what_upstream_refuses(vllm_config: VllmConfig) -> None:
+    if vllm_config.parallel_config.decode_context_parallel_size > 1:
+        raise ValueError("PdPushConnector does not support decode_context_parallel_size > 1, as upstream's push mode.")
 
 
 def _refuse_what_upstream_refuses_by_name(vllm_config: VllmConfig) -> None:

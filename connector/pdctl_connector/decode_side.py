@@ -261,7 +261,11 @@ class DecodeSide:
                 if record.given_up:
                     continue
                 self._settle(
-                    record, "failed", f"lost the prefill engine {engine_id}: {detail}", now, fenced=not record.registered
+                    record,
+                    "failed",
+                    f"lost the prefill engine {engine_id}: {detail}",
+                    now,
+                    fenced=not record.registered,
                 )
 
     def busy_engines(self) -> set[str]:

@@ -83,6 +83,8 @@ class _Request:
     duplicate: bool = False
     told_alive_at: float = 0.0
     cancelled: bool = False
+    descriptors: int = 0
+    bytes: int = 0
 
 
 @dataclass
@@ -117,6 +119,7 @@ class PrefillSide:
         self._outbox: dict[str, list[tuple[DecodeRank, wire.Message]]] = {}
         self._sent: list[str] = []
         self.expired = 0
+        self.written: dict[str, int] = {"posted": 0, "completed": 0, "failed": 0, "bytes": 0}
 
     # What the writer asks.
 
@@ -404,6 +407,8 @@ class PrefillSide:
         request.lease_until = None
         request.active = list(posted.handles)
         request.failed = posted.failed
+        request.descriptors, request.bytes = posted.descriptors, posted.bytes
+        self.written["posted"] += posted.descriptors
         _, writers = self._transport.writers(registration.tp_size)
         self._ledger.note(
             "prefill",
@@ -415,7 +420,9 @@ class PrefillSide:
             writers=writers,
         )
         self._ledger.advance("prefill", request.key, 0, "posted")
-        self._transport.send(registration.engine_id, wire.Alive(key=request.key, attempt=registration.attempt, stage="posted"))
+        self._transport.send(
+            registration.engine_id, wire.Alive(key=request.key, attempt=registration.attempt, stage="posted")
+        )
         self._poll(request, now)
 
     def _poll(self, request: _Request, now: float) -> None:
@@ -432,8 +439,11 @@ class PrefillSide:
         registration = request.registration
         assert registration is not None
         if request.failed:
+            self.written["failed"] += request.descriptors
             self._finish(request, "failed", "transfer", request.failed, now)
         else:
+            self.written["completed"] += request.descriptors
+            self.written["bytes"] += request.bytes
             # The message attached to the WRITE has told decode already.
             self._finish(request, "completed", "", "", now)
 
@@ -454,7 +464,7 @@ class PrefillSide:
         registration = request.registration
         if registration is not None and _identity(registration) not in self._tombs:
             if outcome == "completed":
-                self._bury(_identity(registration), "completed", "", "", 0, now)
+                self._bury(_identity(registration), "completed", "", "", request.bytes, now)
             else:
                 self._refuse(registration, reason or "internal", detail, now)
         if registration is not None and request.cancelled:

@@ -142,7 +142,9 @@ class PdPushWorker(NixlPushConnectorWorker):
         if writer is not None:
             self.writer = None
             if not writer.stop(SHUTDOWN_S):
-                logger.error("the writer did not end within %.0f s; NIXL state is left to the end of the process", SHUTDOWN_S)
+                logger.error(
+                    "the writer did not end within %.0f s; NIXL state is left to the end of the process", SHUTDOWN_S
+                )
                 return
         if self.telemetry is not None:
             self.telemetry.close()
@@ -251,7 +253,9 @@ class PdPushWorker(NixlPushConnectorWorker):
 
     # --- connections: the writer thread alone --------------------------------------------------------------------------
 
-    def connection(self, engine_id: str, host: str, port: int, tp_size: int, pp_size: int, *, full: bool) -> _Connection:
+    def connection(
+        self, engine_id: str, host: str, port: int, tp_size: int, pp_size: int, *, full: bool
+    ) -> _Connection:
         """The connection to an engine; begins a handshake if there is none, or if the last one may be tried again."""
         now = time.monotonic()
         known = self._connections.get(engine_id)
@@ -514,9 +518,7 @@ class _DecodeTransport:
         self.gone = worker.gone
 
     def reach(self, peer: Peer) -> PeerState:
-        known = self._worker.connection(
-            peer.engine_id, peer.host, peer.port, peer.tp_size, peer.pp_size, full=False
-        )
+        known = self._worker.connection(peer.engine_id, peer.host, peer.port, peer.tp_size, peer.pp_size, full=False)
         return _state(known)
 
     def why_failed(self, peer: Peer) -> str:
@@ -560,7 +562,9 @@ def align(block_ids: BlockIds, registration: wire.Register, *, same_block_size: 
     if len(block_ids) != len(registration.block_ids):
         raise ValueError(f"{len(block_ids)} cache groups here, {len(registration.block_ids)} in the registration")
     if not same_block_size:
-        return tuple(list(group) if wanted else [] for group, wanted in zip(block_ids, registration.block_ids, strict=True))
+        return tuple(
+            list(group) if wanted else [] for group, wanted in zip(block_ids, registration.block_ids, strict=True)
+        )
     local: list[list[int]] = []
     for group, wanted, first in zip(block_ids, registration.block_ids, registration.first_block, strict=True):
         if not wanted:
