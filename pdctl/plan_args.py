@@ -303,6 +303,9 @@ def kv_transfer_config(spec: ClusterSpec, seat: Seat, ports: Ports) -> dict[str,
         extra["pdctl"] = {
             "timeout_s": transfer.timeout_s,
             "telemetry_host": TELEMETRY_HOST,
+            # NIXL's progress thread takes a core per rank, idle or not. Over TCP the connector's own polling drives
+            # progress as well (measured); on RDMA fabrics that was not measured, so there NIXL's default stays.
+            "progress_thread": spec.fabric != "tcp",
             **(own if isinstance(own, Mapping) else {}),
             "telemetry_port": ports.telemetry[0],
             "cluster": spec.cluster,
