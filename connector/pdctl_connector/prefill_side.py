@@ -1,16 +1,21 @@
 """The prefill side of transfers as a state machine: events in, transport calls and results out. No thread, no vLLM.
 
-What holds whatever happens (docs/protocol.md): a WRITE is posted only for a request whose blocks are held here and whose
-registration stands; blocks are given back only when no WRITE of the request is in flight; every registration that will
-get no KV is told so.
+What holds whatever happens (docs/protocol.md): a WRITE is posted only for a request whose blocks are held here and
+whose registration stands; blocks are given back only when no WRITE of the request is in flight; every registration
+that will get no KV is told so.
+
+A method that raises has met a bug, here or in the transport: the request it was about is failed or left to its
+deadline, every other one has been served, and the caller counts the exception.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Final, Literal, Protocol
+from typing import Final, Literal, Protocol, TypeVar
 
 from . import wire
 from .ledger import Ledger, Outcome
@@ -19,9 +24,18 @@ from .step import BlockIds, Ended, Prefilling, Ready
 logger = logging.getLogger("vllm.pdctl_connector.prefill_side")
 
 PARKED_LIMIT: Final = 4096
+"""Registrations that wait for their prefill request; as many messages of REG_ZERO; answers that wait, per engine."""
+ENGINES_LIMIT: Final = 256
+"""Engines that answers wait for."""
 TOMBSTONE_LIMIT: Final = 8192
 TOMBSTONE_S: Final = 600.0
 ALIVE_S: Final = 2.0
+ANSWER_S: Final = 30.0
+"""How long an answer waits for a connection; about when decode gives up by itself."""
+RENEWAL_S: Final = 6.0
+"""A heartbeat renews a lease for so long at least: three heartbeats, so that one may be lost."""
+SWEEP_S: Final = 0.05
+"""Leases and other slow deadlines are looked at so often, since thousands of requests may wait."""
 
 PeerState = Literal["ready", "connecting", "failed"]
 HandleState = Literal["active", "done", "failed"]
@@ -29,11 +43,24 @@ DecodeRank = wire.Register | wire.Cancel
 """A message that says where its decode engine is."""
 Identity = tuple[str, str, int]
 """Key, decode engine, attempt."""
+_End = Literal["cancelled", "completed", "failed"]
+_Item = TypeVar("_Item")
+
+_DUPLICATE: Final = "two live requests have this id"
+_CANCELLED: Final = "cancelled by decode"
+_STOPPING: Final = "this instance is stopping"
 
 
 @dataclass(frozen=True)
 class Posted:
-    """WRITEs that were handed to NIXL. ``failed`` is why some could not be, if so; the others are in flight all the same."""
+    """WRITEs that were handed to NIXL.
+
+    Attributes:
+        handles: what is in flight.
+        descriptors: of all handles together.
+        bytes: of all handles together.
+        failed: why some WRITEs could not be posted, if so; those of ``handles`` are in flight all the same.
+    """
 
     handles: tuple[int, ...]
     descriptors: int
@@ -63,36 +90,66 @@ class Transport(Protocol):
         """State of a WRITE; a finished one is released."""
 
 
+@dataclass(frozen=True)
+class _Verdict:
+    """How a request will end whatever it computes, since nobody wants its blocks."""
+
+    outcome: Outcome
+    reason: str
+    detail: str
+    peer: str
+
+
 @dataclass
 class _Request:
-    """A request that this engine prefills for another."""
+    """A request that this engine prefills for another.
+
+    Attributes:
+        number: tells it from other live requests of the same key in the ledger.
+        lease_until: when its blocks are given back if no registration has come; set once they are finished.
+        connect_until: when they are given back if there is a registration, and no connection to its engine.
+        retired: set when nobody wants it any more; it no longer stands for its key, and ends as soon as it can.
+        asked_again: decode registered again while the WRITE was in flight; it may have missed what came with the WRITE.
+        cancelled: decode asked while the WRITE was in flight.
+    """
 
     request_id: str
     key: str
+    number: int
     tokens: int
     ready_at: float | None = None
     block_ids: BlockIds = ()
     token_hash: bytes = b""
-    lease_until: float | None = None
+    lease_until: float = math.inf
+    connect_until: float = math.inf
     registration: wire.Register | None = None
-    active: list[int] = field(default_factory=list)
+    matched: bool = False
     posted: bool = False
+    active: list[int] = field(default_factory=list)
     failed: str = ""
-    failed_reason: str = "transfer"
-    unwanted: str = ""
     duplicate: bool = False
-    told_alive_at: float = 0.0
+    retired: _Verdict | None = None
+    told_alive_at: float = -math.inf
+    asked_again: bool = False
     cancelled: bool = False
     descriptors: int = 0
     bytes: int = 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Tomb:
-    outcome: Literal["cancelled", "completed", "failed"]
+    outcome: _End
     reason: str
     detail: str
     bytes: int
+    until: float
+    fingerprint: int | None
+
+
+@dataclass(frozen=True)
+class _Answer:
+    to: DecodeRank
+    message: wire.Message
     until: float
 
 
@@ -103,7 +160,7 @@ class PrefillSide:
         transport: NIXL.
         ledger: told of every stage.
         lease_s: how long finished blocks wait for a registration.
-        parked_s: how long a registration waits for its prefill request before it is forgotten.
+        parked_s: how long a registration waits for its prefill request, and finished blocks for a connection.
     """
 
     def __init__(self, transport: Transport, ledger: Ledger, *, lease_s: float, parked_s: float) -> None:
@@ -112,12 +169,21 @@ class PrefillSide:
         self._lease_s = lease_s
         self._parked_s = parked_s
         self._requests: dict[str, _Request] = {}
+        # Those that a message with this key may mean; all of them in `_requests`.
         self._by_key: dict[str, list[_Request]] = {}
+        self._numbers: dict[str, set[int]] = {}
+        # Matched and not posted yet; posted and not over yet. So that a round costs nothing for the others.
+        self._unposted: dict[str, _Request] = {}
+        self._posted: dict[str, _Request] = {}
         self._parked: dict[str, tuple[wire.Register, float]] = {}
+        self._parked_zero: dict[str, tuple[wire.RegisterZero, float]] = {}
         self._ended_keys: OrderedDict[str, _Tomb] = OrderedDict()
         self._tombs: OrderedDict[Identity, _Tomb] = OrderedDict()
-        self._outbox: dict[str, list[tuple[DecodeRank, wire.Message]]] = {}
+        self._outbox: dict[str, deque[_Answer]] = {}
         self._sent: list[str] = []
+        self._swept_at = -math.inf
+        self._stopping = False
+        self._logged: set[str] = set()
         self.expired = 0
         self.written: dict[str, int] = {"posted": 0, "completed": 0, "failed": 0, "bytes": 0}
 
@@ -130,8 +196,8 @@ class PrefillSide:
 
     @property
     def in_flight(self) -> bool:
-        """True while a WRITE is in flight: poll often."""
-        return any(request.active for request in self._requests.values())
+        """True while a WRITE is in flight: poll often. May be asked from any thread."""
+        return bool(self._posted)
 
     @property
     def expecting(self) -> bool:
@@ -144,55 +210,67 @@ class PrefillSide:
         """A request is in a batch for the first time."""
         if event.request_id in self._requests:
             return
-        request = _Request(event.request_id, event.key, event.tokens)
+        numbers = self._numbers.setdefault(event.key, set())
+        number = next(candidate for candidate in range(len(numbers) + 1) if candidate not in numbers)
+        numbers.add(number)
+        request = _Request(event.request_id, event.key, number, event.tokens)
         self._requests[event.request_id] = request
         same = self._by_key.setdefault(event.key, [])
         same.append(request)
-        self._ledger.open("prefill", event.key, 0, "prefilling", request_id=event.request_id, tokens=event.tokens)
+        # What ended before says nothing about a registration that comes from now on.
+        self._ended_keys.pop(event.key, None)
+        self._ledger.open("prefill", event.key, number, "prefilling", request_id=event.request_id, tokens=event.tokens)
+        if self._stopping:
+            self._retire(request, _Verdict("failed", "shutdown", _STOPPING, ""))
+            return
         if len(same) > 1:
             # Two live requests that a registration cannot tell apart: serving either may be the wrong one.
-            for twin in same:
-                twin.duplicate = True
-                if twin.registration is not None and not twin.posted:
-                    self._refuse(twin.registration, "duplicate", "two live requests have this id", now)
-                    twin.registration = None
-                if twin.ready_at is not None and not twin.posted:
-                    self._finish(twin, "failed", "duplicate", "two live requests have this id", now)
+            self._all_duplicates(list(same), now)
+            return
+        zero = self._parked_zero.pop(event.key, None)
         parked = self._parked.pop(event.key, None)
         if parked is not None:
             self._attach(parked[0], now)
+        elif zero is not None:
+            self._bury_zero(zero[0], now)
+            self._retire(request, _unneeded(zero[0].engine_id))
 
     def on_ready(self, event: Ready, now: float) -> None:
         """A request's blocks are finished and held for us."""
         if event.request_id not in self._requests:
             self.on_prefilling(Prefilling(event.request_id, event.key, event.tokens), now)
-        request = self._requests.get(event.request_id)
-        if request is None:
+        request = self._requests[event.request_id]
+        if request.ready_at is not None:
             return
         request.ready_at = now
         request.block_ids = event.block_ids
         request.tokens = event.tokens
         request.token_hash = event.token_hash
         request.lease_until = now + self._lease_s
-        self._ledger.advance("prefill", request.key, 0, "ready")
-        if request.duplicate:
-            self._finish(request, "failed", "duplicate", "two live requests have this id", now)
-        elif request.unwanted:
-            self._finish(request, "cancelled", "aborted", request.unwanted, now)
+        request.connect_until = now + self._parked_s
+        self._advance(request, "ready")
+        if request.retired is not None:
+            self._end_retired(request, request.retired, now)
+        elif request.duplicate:
+            self._finish(request, "failed", "duplicate", _DUPLICATE, now)
         else:
             self._try_post(request, now)
 
     def on_ended(self, event: Ended, now: float) -> None:
         """A request ended without KV: whoever waits for it is told."""
         request = self._requests.get(event.request_id)
-        if request is None:
-            self._bury_key(event.key, event.reason, event.detail, now)
-            parked = self._parked.pop(event.key, None)
-            if parked is not None:
-                self._refuse(parked[0], event.reason, event.detail, now)
+        if request is not None:
+            if request.ready_at is None:
+                self._finish(request, "failed", event.reason, event.detail, now)
             return
-        if request.ready_at is None:
-            self._finish(request, "failed", event.reason, event.detail, now, held=False)
+        if event.key in self._by_key:
+            # Another request has this key, and is alive.
+            return
+        self._bury_key(event.key, event.reason, event.detail, now)
+        self._parked_zero.pop(event.key, None)
+        parked = self._parked.pop(event.key, None)
+        if parked is not None:
+            self._refuse(parked[0], event.reason, event.detail, now)
 
     # Events from decode.
 
@@ -205,34 +283,37 @@ class PrefillSide:
         if isinstance(message, wire.Cancel):
             return self._on_cancel(message, now)
         if isinstance(message, wire.Heartbeat):
-            extended = now + max(self._lease_s * 2 / 3, 1.0)
+            extended = now + max(self._lease_s * 2 / 3, RENEWAL_S)
             for key in message.keys:
                 for request in self._by_key.get(key, ()):
-                    if request.lease_until is not None:
-                        request.lease_until = max(request.lease_until, extended)
+                    request.lease_until = max(request.lease_until, extended)
             return "accepted"
         return "misplaced"
 
     def _on_register(self, message: wire.Register, now: float) -> str:
-        identity = _identity(message)
-        tomb = self._tombs.get(identity)
+        tomb = self._tombs.get(_identity(message))
         if tomb is not None:
-            self._answer(message, self._last_word(message, tomb))
+            self._answer(message, self._last_word(message, tomb), now)
             return "repeated"
-        known = [r.registration for r in self._by_key.get(message.key, ()) if r.registration is not None]
-        parked = self._parked.get(message.key)
-        if parked is not None:
-            known.append(parked[0])
-        for other in known:
-            if _identity(other) == identity:
+        for request in self._by_key.get(message.key, ()):
+            if request.registration is not None and _identity(request.registration) == _identity(message):
+                if _fingerprint(request.registration) != _fingerprint(message):
+                    # Decode never uses an attempt twice: this is no message of its.
+                    return "refused"
                 # Every rank of the decode engine registers; the first one speaks for all.
+                request.asked_again = request.asked_again or request.posted
                 return "repeated"
-        if known:
+        parked = self._parked.get(message.key)
+        if parked is not None and _identity(parked[0]) == _identity(message):
+            return "repeated" if _fingerprint(parked[0]) == _fingerprint(message) else "refused"
+        if self._stopping:
+            self._refuse(message, "shutdown", _STOPPING, now)
+            return "refused"
+        if parked is not None:
             self._refuse(message, "duplicate", "another registration has this id", now)
             return "refused"
         if message.key in self._by_key:
-            self._attach(message, now)
-            return "accepted"
+            return self._attach(message, now)
         ended = self._ended_keys.get(message.key)
         if ended is not None:
             self._refuse(message, ended.reason, ended.detail, now)
@@ -245,143 +326,183 @@ class PrefillSide:
         self._transport.connect(message)
         return "accepted"
 
-    def _attach(self, registration: wire.Register, now: float) -> None:
+    def _attach(self, registration: wire.Register, now: float) -> str:
         requests = self._by_key[registration.key]
-        if len(requests) > 1 or requests[0].duplicate:
-            self._refuse(registration, "duplicate", "two live requests have this id", now)
-            return
         request = requests[0]
-        if request.registration is not None or request.posted:
+        if len(requests) > 1 or request.duplicate:
+            self._refuse(registration, "duplicate", _DUPLICATE, now)
+            return "refused"
+        if request.registration is not None:
             self._refuse(registration, "duplicate", "another registration has this id", now)
-            return
+            return "refused"
         request.registration = registration
-        request.told_alive_at = 0.0
-        self._transport.connect(registration)
+        request.connect_until = now + self._parked_s
         if request.ready_at is not None:
             self._try_post(request, now)
+        else:
+            self._transport.connect(registration)
+        return "accepted"
 
     def _on_zero(self, message: wire.RegisterZero, now: float) -> str:
+        if _identity(message) in self._tombs:
+            return "repeated"
         requests = self._by_key.get(message.key, ())
         if not requests:
-            return "unknown"
-        for request in list(requests):
-            if request.registration is not None or request.posted or request.duplicate:
-                continue
-            if request.ready_at is None:
-                request.unwanted = "decode has the whole prompt"
-            else:
-                self._ledger.advance("prefill", request.key, 0, "matched", peer=message.engine_id)
-                self._finish(request, "completed", "", "", now)
+            # The legs race, and decode has nothing to compute: usually it is first.
+            if message.key in self._ended_keys or message.key in self._parked or self._stopping:
+                return "unknown"
+            if message.key not in self._parked_zero and len(self._parked_zero) >= PARKED_LIMIT:
+                return "refused"
+            self._parked_zero.setdefault(message.key, (message, now))
+            return "accepted"
+        request = requests[0]
+        if len(requests) > 1 or request.duplicate or request.registration is not None:
+            return "refused"
+        self._bury_zero(message, now)
+        self._drop(request, _unneeded(message.engine_id), now)
         return "accepted"
 
     def _on_cancel(self, message: wire.Cancel, now: float) -> str:
-        identity = (message.key, message.engine_id, message.attempt)
+        identity = _identity(message)
         tomb = self._tombs.get(identity)
         if tomb is not None:
-            self._answer(message, self._ack(message, tomb.outcome))
+            self._answer(message, self._ack(message, tomb.outcome), now)
             return "repeated"
-        parked = self._parked.get(message.key)
-        if parked is not None and _identity(parked[0]) == identity:
-            del self._parked[message.key]
-        for request in list(self._by_key.get(message.key, ())):
-            registration = request.registration
-            if registration is None or _identity(registration) != identity:
-                continue
-            if request.posted:
+        for request in self._by_key.get(message.key, ()):
+            if request.registration is not None and _identity(request.registration) == identity and request.posted:
                 # The answer is sent when the WRITE is over.
                 request.cancelled = True
                 return "accepted"
-            request.registration = None
-            request.unwanted = "cancelled by decode"
-            self._bury(identity, "cancelled", "aborted", "cancelled by decode", 0, now)
-            self._answer(message, self._ack(message, "cancelled"))
-            if request.ready_at is not None:
-                self._finish(request, "cancelled", "aborted", "cancelled by decode", now)
-            return "accepted"
-        self._bury(identity, "cancelled", "aborted", "cancelled by decode", 0, now)
-        self._answer(message, self._ack(message, "cancelled"))
-        # A client that left both sides: its prefill request need not wait for a registration that will not come.
+        parked = self._parked.get(message.key)
+        if parked is not None and _identity(parked[0]) == identity:
+            del self._parked[message.key]
+        self._bury(identity, "cancelled", "aborted", _CANCELLED, 0, now, None)
         for request in list(self._by_key.get(message.key, ())):
-            if request.registration is None and not request.posted and not request.duplicate:
-                request.unwanted = "cancelled by decode"
-                if request.ready_at is not None:
-                    self._finish(request, "cancelled", "aborted", "cancelled by decode", now)
+            registration = request.registration
+            # Without a registration: its client left both sides before decode had blocks. It need not wait.
+            if registration is None or _identity(registration) == identity:
+                request.registration = None
+                if not request.duplicate:
+                    self._drop(request, _Verdict("cancelled", "aborted", _CANCELLED, message.engine_id), now)
+        self._answer(message, self._ack(message, "cancelled"), now)
         return "accepted"
 
     # Time.
 
     def tick(self, now: float) -> None:
         """Poll WRITEs, follow connections, and judge deadlines. Call after the messages that have arrived."""
-        self._flush(now)
-        for request in list(self._requests.values()):
-            if request.active:
-                self._poll(request, now)
-            elif request.ready_at is not None and request.registration is not None and not request.posted:
-                self._try_post(request, now)
-            elif request.ready_at is not None and request.lease_until is not None and now > request.lease_until:
-                self.expired += 1
-                self._finish(request, "expired", "expired", f"no registration within {self._lease_s:.0f} s", now)
-        self._tell_alive(now)
-        for key, (registration, since) in list(self._parked.items()):
-            if now - since > self._parked_s:
-                del self._parked[key]
-                self._refuse(registration, "aborted", "no prefill request with this id came", now)
-        for tombs in (self._tombs, self._ended_keys):
-            while tombs and (len(tombs) > TOMBSTONE_LIMIT or next(iter(tombs.values())).until < now):
-                tombs.popitem(last=False)
+        problems: list[Exception] = []
+        _each(self._posted.values(), lambda request: self._poll(request, now), problems)
+        _each(self._unposted.values(), lambda request: self._try_post(request, now), problems)
+        _each(self._outbox, lambda engine_id: self._flush(engine_id, now), problems)
+        if now - self._swept_at >= SWEEP_S:
+            self._swept_at = now
+            _each(self._requests.values(), lambda request: self._judge(request, now), problems)
+            _each(self._parked, lambda key: self._judge_parked(key, now), problems)
+            for key in [key for key, (_, since) in self._parked_zero.items() if now - since > self._parked_s]:
+                del self._parked_zero[key]
+            _trim(self._tombs, now)
+            _trim(self._ended_keys, now)
+        if problems:
+            raise problems[0]
 
     def postpone(self, seconds: float) -> None:
-        """This process was stopped for so long: nobody's deadline may pass because of it."""
+        """This process was stopped for so long: nobody's deadline may pass because of it. Call before the messages."""
         for request in self._requests.values():
-            if request.lease_until is not None:
-                request.lease_until += seconds
-        self._parked = {key: (reg, since + seconds) for key, (reg, since) in self._parked.items()}
+            request.lease_until += seconds
+            request.connect_until += seconds
+        self._parked = {key: (message, since + seconds) for key, (message, since) in self._parked.items()}
+        self._parked_zero = {key: (message, since + seconds) for key, (message, since) in self._parked_zero.items()}
+        for waiting in self._outbox.values():
+            moved = [_Answer(answer.to, answer.message, answer.until + seconds) for answer in waiting]
+            waiting.clear()
+            waiting.extend(moved)
 
-    def engine_lost(self, engine_id: str, detail: str, now: float) -> None:
-        """An engine cannot be connected to, or was replaced: nothing can be written to it any more."""
+    def engine_lost(self, engine_id: str, detail: str, now: float, *, gone: bool = False) -> None:
+        """An engine cannot be connected to, or was replaced: nothing can be written to it any more.
+
+        Args:
+            engine_id: which.
+            detail: why, for people.
+            now: monotonic seconds.
+            gone: it does not exist any more, so there is nobody to tell.
+        """
         for request in list(self._requests.values()):
             registration = request.registration
-            if registration is not None and registration.engine_id == engine_id and not request.posted:
-                self._refuse(registration, "handshake", detail, now)
-                self._finish(request, "failed", "handshake", detail, now)
-        for key, (registration, _) in list(self._parked.items()):
-            if registration.engine_id == engine_id:
+            if registration is None or registration.engine_id != engine_id or request.posted:
+                continue
+            if request.ready_at is not None:
+                self._finish(request, "failed", "handshake", detail, now, tell=not gone)
+            else:
+                self._retire(request, _Verdict("failed", "handshake", detail, engine_id))
+                self._dismiss(request, "handshake", detail, now, tell=not gone)
+        for key, (parked, _) in list(self._parked.items()):
+            if parked.engine_id == engine_id:
                 del self._parked[key]
-                self._bury(_identity(registration), "failed", "handshake", detail, 0, now)
-        self._outbox.pop(engine_id, None)
+                self._refuse(parked, "handshake", detail, now, tell=not gone)
+        if gone:
+            self._outbox.pop(engine_id, None)
 
     def busy_engines(self) -> set[str]:
         """Engines that a WRITE is in flight to."""
-        return {r.registration.engine_id for r in self._requests.values() if r.active and r.registration is not None}
+        return {request.registration.engine_id for request in self._posted.values() if request.registration is not None}
 
     def engine_of(self, handle: int) -> str:
         """The engine that a WRITE goes to; empty if it is none of ours."""
-        for request in self._requests.values():
+        for request in self._posted.values():
             if handle in request.active and request.registration is not None:
                 return request.registration.engine_id
         return ""
 
     def shut_down(self, now: float) -> None:
         """Stop intake: every registration without a WRITE in flight is told; WRITEs in flight go on."""
+        self._stopping = True
         for key, (registration, _) in list(self._parked.items()):
             del self._parked[key]
-            self._refuse(registration, "shutdown", "", now)
+            self._refuse(registration, "shutdown", _STOPPING, now)
+        self._parked_zero.clear()
         for request in list(self._requests.values()):
-            if not request.posted:
-                self._finish(request, "failed", "shutdown", "this instance is stopping", now)
+            if request.posted:
+                continue
+            if request.ready_at is not None:
+                self._finish(request, "failed", "shutdown", _STOPPING, now)
+            elif request.retired is None:
+                self._retire(request, _Verdict("failed", "shutdown", _STOPPING, ""))
+                self._dismiss(request, "shutdown", _STOPPING, now)
 
-    # Inside.
+    # Inside: a request on its way.
+
+    def _all_duplicates(self, requests: list[_Request], now: float) -> None:
+        for request in requests:
+            request.duplicate = True
+            if request.posted:
+                continue
+            if request.ready_at is not None:
+                self._finish(request, "failed", "duplicate", _DUPLICATE, now)
+            else:
+                self._dismiss(request, "duplicate", _DUPLICATE, now)
 
     def _try_post(self, request: _Request, now: float) -> None:
-        registration = request.registration
-        if registration is None or request.posted:
+        """Post the WRITE as soon as there are blocks, a registration and a connection."""
+        if request.registration is None or request.ready_at is None or request.posted:
             return
+        self._unposted[request.request_id] = request
+        try:
+            self._post(request, request.registration, now)
+        except Exception as error:
+            # Once posted, a request is followed to the end of its WRITE, whatever else went wrong.
+            if not request.posted and request.request_id in self._requests:
+                self._finish(request, "failed", "internal", f"{type(error).__name__}: {error}", now)
+            raise
+
+    def _post(self, request: _Request, registration: wire.Register, now: float) -> None:
+        self._match(request, registration.engine_id)
         refusal = ("", "")
         if registration.prompt_tokens != request.tokens:
             refusal = "mismatch", f"prefill has {request.tokens} prompt tokens, decode {registration.prompt_tokens}"
         elif registration.token_hash and request.token_hash and registration.token_hash != request.token_hash:
             refusal = "mismatch", "the two sides have different prompt tokens"
-        if not refusal[0]:
+        else:
             state = self._transport.connect(registration)
             if state == "connecting":
                 return
@@ -390,163 +511,264 @@ class PrefillSide:
             elif why := self._transport.refusal(registration):
                 refusal = "invalid", why
         if refusal[0]:
-            self._refuse(registration, *refusal, now)
             self._finish(request, "failed", *refusal, now)
             return
-        self._ledger.advance("prefill", request.key, 0, "matched", peer=registration.engine_id)
+        _, writers = self._transport.writers(registration.tp_size)
         try:
             posted = self._transport.post(request.request_id, request.block_ids, registration)
         except Exception as error:
-            logger.exception("transfer %s: the WRITE could not be posted", request.key)
-            detail = wire.clip(f"{type(error).__name__}: {error}")
-            self._refuse(registration, "transfer", detail, now)
-            self._finish(request, "failed", "transfer", detail, now)
+            self._log_once(f"transfer {request.key}: the WRITE could not be posted", error)
+            self._finish(request, "failed", "transfer", f"{type(error).__name__}: {error}", now)
             return
         # Only now: until here the pair stands, so that nothing is lost to an exception.
         request.posted = True
-        request.lease_until = None
         request.active = list(posted.handles)
         request.failed = posted.failed
         request.descriptors, request.bytes = posted.descriptors, posted.bytes
+        del self._unposted[request.request_id]
+        self._posted[request.request_id] = request
         self.written["posted"] += posted.descriptors
-        _, writers = self._transport.writers(registration.tp_size)
         self._ledger.note(
             "prefill",
             request.key,
-            0,
+            request.number,
             blocks=sum(map(len, registration.block_ids)),
             descriptors=posted.descriptors,
             bytes=posted.bytes,
             writers=writers,
         )
-        self._ledger.advance("prefill", request.key, 0, "posted")
+        self._advance(request, "posted")
+        # Without a handle there is no WRITE for DONE to travel with.
+        request.asked_again = not posted.handles
         self._transport.send(
             registration.engine_id, wire.Alive(key=request.key, attempt=registration.attempt, stage="posted")
         )
         self._poll(request, now)
 
     def _poll(self, request: _Request, now: float) -> None:
-        still = []
-        for handle in request.active:
+        for handle in list(request.active):
             state = self._transport.poll(handle)
             if state == "active":
-                still.append(handle)
-            elif state == "failed":
+                continue
+            request.active.remove(handle)
+            if state == "failed":
                 request.failed = request.failed or "NIXL could not complete the WRITE"
-        request.active = still
-        if still:
+        if request.active:
             return
-        registration = request.registration
-        assert registration is not None
         if request.failed:
             self.written["failed"] += request.descriptors
             self._finish(request, "failed", "transfer", request.failed, now)
         else:
             self.written["completed"] += request.descriptors
             self.written["bytes"] += request.bytes
-            # The message attached to the WRITE has told decode already.
             self._finish(request, "completed", "", "", now)
 
-    def _finish(
-        self, request: _Request, outcome: Outcome, reason: str, detail: str, now: float, *, held: bool = True
-    ) -> None:
-        """End a request: its blocks are given back, and a registration that gets nothing is told."""
-        assert not request.active
-        self._requests.pop(request.request_id, None)
+    def _drop(self, request: _Request, verdict: _Verdict, now: float) -> None:
+        """Nobody wants the request any more: end it now, or when its blocks are finished."""
+        if request.ready_at is None:
+            self._retire(request, verdict)
+        else:
+            self._end_retired(request, verdict, now)
+
+    def _end_retired(self, request: _Request, verdict: _Verdict, now: float) -> None:
+        request.retired = verdict
+        if verdict.outcome == "completed":
+            self._match(request, verdict.peer)
+        self._finish(request, verdict.outcome, verdict.reason, verdict.detail, now)
+
+    def _retire(self, request: _Request, verdict: _Verdict) -> None:
+        request.retired = verdict
+        self._leave_key(request)
+
+    def _dismiss(self, request: _Request, reason: str, detail: str, now: float, *, tell: bool = True) -> None:
+        """Part a request from its registration, which gets nothing."""
+        registration, request.registration = request.registration, None
+        if registration is not None:
+            self._refuse(registration, reason, detail, now, tell=tell)
+
+    def _leave_key(self, request: _Request) -> None:
         same = self._by_key.get(request.key, [])
         if request in same:
             same.remove(request)
-        if not same:
-            self._by_key.pop(request.key, None)
-        self._ledger.advance("prefill", request.key, 0, outcome, reason=detail or reason)
-        if held and request.ready_at is not None:
+            if not same:
+                del self._by_key[request.key]
+
+    def _finish(
+        self, request: _Request, outcome: Outcome, reason: str, detail: str, now: float, *, tell: bool = True
+    ) -> None:
+        """End a request: its blocks are given back, and a registration that gets nothing is told."""
+        assert not request.active
+        for table in (self._requests, self._unposted, self._posted):
+            table.pop(request.request_id, None)
+        self._leave_key(request)
+        numbers = self._numbers[request.key]
+        numbers.discard(request.number)
+        if not numbers:
+            del self._numbers[request.key]
+        self._advance(request, outcome, reason=detail or reason)
+        if request.ready_at is not None:
             self._sent.append(request.request_id)
         registration = request.registration
-        if registration is not None and _identity(registration) not in self._tombs:
-            if outcome == "completed":
-                self._bury(_identity(registration), "completed", "", "", request.bytes, now)
-            else:
-                self._refuse(registration, reason or "internal", detail, now)
-        if registration is not None and request.cancelled:
-            tomb = self._tombs[_identity(registration)]
-            self._answer(registration, self._ack(registration, tomb.outcome))
-        if outcome != "completed" and registration is None and not same:
-            self._bury_key(request.key, reason or "aborted", detail, now)
-
-    def _refuse(self, registration: wire.Register, reason: str, detail: str, now: float) -> None:
-        identity = _identity(registration)
-        if identity in self._tombs:
+        if registration is None:
+            if outcome != "completed" and request.retired is None and request.key not in self._by_key:
+                # A registration may still come. Who retired the request has been told, or told us.
+                self._bury_key(request.key, reason, detail, now)
             return
-        self._bury(identity, "failed", reason, detail, 0, now)
-        self._answer(registration, self._last_word(registration, self._tombs[identity]))
+        end: _End = "completed" if outcome == "completed" else "failed"
+        tomb = self._bury(_identity(registration), end, reason, detail, request.bytes, now, _fingerprint(registration))
+        # The message that travelled with the WRITE has told decode of a completion already.
+        if tell and (end == "failed" or request.asked_again):
+            self._answer(registration, self._last_word(registration, tomb), now)
+        if tell and request.cancelled:
+            self._answer(registration, self._ack(registration, end), now)
+
+    def _match(self, request: _Request, peer: str) -> None:
+        if not request.matched:
+            request.matched = True
+            self._ledger.advance("prefill", request.key, request.number, "matched", peer=peer)
+
+    def _advance(self, request: _Request, stage: Literal["ready", "posted"] | Outcome, reason: str = "") -> None:
+        self._ledger.advance("prefill", request.key, request.number, stage, reason=reason)
+
+    # Inside: deadlines.
+
+    def _judge(self, request: _Request, now: float) -> None:
+        registration = request.registration
+        if request.posted:
+            return
+        if registration is None:
+            if now > request.lease_until:
+                self.expired += 1
+                self._finish(request, "expired", "expired", f"no registration within {self._lease_s:.0f} s", now)
+            return
+        if request.ready_at is not None and now > request.connect_until:
+            detail = f"no connection to the decode engine within {self._parked_s:.0f} s"
+            self._finish(request, "failed", "handshake", detail, now)
+        elif now - request.told_alive_at >= ALIVE_S and self._transport.connect(registration) == "ready":
+            request.told_alive_at = now
+            stage: Literal["prefilling", "ready"] = "prefilling" if request.ready_at is None else "ready"
+            self._transport.send(
+                registration.engine_id, wire.Alive(key=request.key, attempt=registration.attempt, stage=stage)
+            )
+
+    def _judge_parked(self, key: str, now: float) -> None:
+        registration, since = self._parked[key]
+        if now - since > self._parked_s:
+            del self._parked[key]
+            self._refuse(registration, "aborted", "no prefill request with this id came", now)
+
+    # Inside: answers.
+
+    def _refuse(self, registration: wire.Register, reason: str, detail: str, now: float, *, tell: bool = True) -> None:
+        fingerprint = _fingerprint(registration)
+        tomb = self._bury(_identity(registration), "failed", reason, detail, 0, now, fingerprint)
+        if tell:
+            self._answer(registration, self._last_word(registration, tomb), now)
 
     def _last_word(self, registration: wire.Register, tomb: _Tomb) -> wire.Message:
+        key, attempt = registration.key, registration.attempt
         rank, writers = self._transport.writers(registration.tp_size)
-        head = {"key": registration.key, "attempt": registration.attempt, "writer": rank, "writers": writers}
-        if tomb.outcome == "completed":
-            return wire.Done(**head, bytes=tomb.bytes)
         if tomb.outcome == "cancelled":
-            return wire.CancelAck(**head, state="cancelled")
-        return wire.Failed(**head, reason=tomb.reason or "internal", detail=wire.clip(tomb.detail))
-
-    def _ack(self, registration: DecodeRank, outcome: str) -> wire.Message:
-        rank, writers = self._transport.writers(registration.tp_size)
-        return wire.CancelAck(
-            key=registration.key,
-            attempt=registration.attempt,
-            writer=rank,
-            writers=writers,
-            state="completed" if outcome == "completed" else "failed" if outcome == "failed" else "cancelled",
+            return wire.CancelAck(key=key, attempt=attempt, writer=rank, writers=writers, state="cancelled")
+        if tomb.outcome == "completed":
+            if tomb.fingerprint == _fingerprint(registration):
+                return wire.Done(key=key, attempt=attempt, writer=rank, writers=writers, bytes=tomb.bytes)
+            # The same name for other blocks, which nothing was written to.
+            tomb = _Tomb("failed", "duplicate", "another registration had this id", 0, tomb.until, None)
+        reason = tomb.reason if tomb.reason in wire.FAIL_REASONS else "internal"
+        return wire.Failed(
+            key=key, attempt=attempt, writer=rank, writers=writers, reason=reason, detail=wire.clip(tomb.detail)
         )
 
-    def _answer(self, registration: DecodeRank, message: wire.Message) -> None:
-        """Send, or keep until the engine is connected; an engine that cannot be reached has a deadline of its own."""
-        state = self._transport.connect(registration)
-        if state == "ready":
-            self._transport.send(registration.engine_id, message)
-        elif state == "connecting":
-            waiting = self._outbox.setdefault(registration.engine_id, [])
-            if len(waiting) < PARKED_LIMIT:
-                waiting.append((registration, message))
+    def _ack(self, to: DecodeRank, outcome: _End) -> wire.Message:
+        rank, writers = self._transport.writers(to.tp_size)
+        return wire.CancelAck(key=to.key, attempt=to.attempt, writer=rank, writers=writers, state=outcome)
 
-    def _flush(self, now: float) -> None:
-        for engine_id, waiting in list(self._outbox.items()):
-            state = self._transport.connect(waiting[0][0])
-            if state == "connecting":
-                continue
-            del self._outbox[engine_id]
-            if state == "ready":
-                for _, message in waiting:
-                    self._transport.send(engine_id, message)
-        del now
+    def _answer(self, to: DecodeRank, message: wire.Message, now: float) -> None:
+        """Send, or keep for a while until the engine is connected."""
+        waiting = self._outbox.get(to.engine_id)
+        if waiting is None and self._transport.connect(to) == "ready" and self._transport.send(to.engine_id, message):
+            return
+        if waiting is None:
+            if len(self._outbox) >= ENGINES_LIMIT:
+                return
+            waiting = self._outbox[to.engine_id] = deque()
+        # What is lost here decode asks for again, or runs into its deadline.
+        if len(waiting) < PARKED_LIMIT:
+            waiting.append(_Answer(to, message, now + ANSWER_S))
 
-    def _tell_alive(self, now: float) -> None:
-        for request in self._requests.values():
-            registration = request.registration
-            if registration is None or request.posted or now - request.told_alive_at < ALIVE_S:
-                continue
-            if self._transport.connect(registration) == "ready":
-                request.told_alive_at = now
-                stage: Literal["prefilling", "ready"] = "prefilling" if request.ready_at is None else "ready"
-                self._transport.send(
-                    registration.engine_id, wire.Alive(key=request.key, attempt=registration.attempt, stage=stage)
-                )
+    def _flush(self, engine_id: str, now: float) -> None:
+        waiting = self._outbox.get(engine_id)
+        while waiting:
+            answer = waiting[0]
+            if now <= answer.until and not (
+                self._transport.connect(answer.to) == "ready" and self._transport.send(engine_id, answer.message)
+            ):
+                return
+            waiting.popleft()
+        self._outbox.pop(engine_id, None)
+
+    # Inside: memory of what is over.
 
     def _bury(
         self,
         identity: Identity,
-        outcome: Literal["cancelled", "completed", "failed"],
+        outcome: _End,
         reason: str,
         detail: str,
         size: int,
         now: float,
-    ) -> None:
-        self._tombs[identity] = _Tomb(outcome, reason, detail, size, now + TOMBSTONE_S)
+        fingerprint: int | None,
+    ) -> _Tomb:
+        tomb = _Tomb(outcome, reason, detail, size, now + TOMBSTONE_S, fingerprint)
+        self._tombs.pop(identity, None)
+        self._tombs[identity] = tomb
+        return tomb
+
+    def _bury_zero(self, message: wire.RegisterZero, now: float) -> None:
+        self._bury(_identity(message), "failed", "duplicate", "decode had the whole prompt", 0, now, None)
 
     def _bury_key(self, key: str, reason: str, detail: str, now: float) -> None:
         self._ended_keys.pop(key, None)
-        self._ended_keys[key] = _Tomb("failed", reason, detail, 0, now + TOMBSTONE_S)
+        self._ended_keys[key] = _Tomb("failed", reason, detail, 0, now + TOMBSTONE_S, None)
+
+    def _log_once(self, what: str, error: Exception) -> None:
+        """An error, with its traceback the first time that this kind of exception is met."""
+        kind = type(error).__name__
+        logger.error("%s: %s: %s", what, kind, error, exc_info=None if kind in self._logged else error)
+        self._logged.add(kind)
 
 
-def _identity(registration: wire.Register) -> Identity:
-    return registration.key, registration.engine_id, registration.attempt
+def _unneeded(engine_id: str) -> _Verdict:
+    return _Verdict("completed", "", "decode has the whole prompt", engine_id)
+
+
+def _identity(message: wire.Register | wire.RegisterZero | wire.Cancel) -> Identity:
+    return message.key, message.engine_id, message.attempt
+
+
+def _fingerprint(registration: wire.Register) -> int:
+    """Equal for the same registration from any rank of an engine."""
+    return hash(
+        (
+            registration.request_id,
+            registration.prompt_tokens,
+            registration.token_hash,
+            tuple(registration.first_block),
+            tuple(map(tuple, registration.block_ids)),
+        )
+    )
+
+
+def _trim(tombs: OrderedDict[str, _Tomb] | OrderedDict[Identity, _Tomb], now: float) -> None:
+    while tombs and (len(tombs) > TOMBSTONE_LIMIT or next(iter(tombs.values())).until < now):
+        tombs.popitem(last=False)
+
+
+def _each(items: Iterable[_Item], work: Callable[[_Item], None], problems: list[Exception]) -> None:
+    """Do something for each; what one raises does not keep the others from being served."""
+    for item in list(items):
+        try:
+            work(item)
+        except Exception as error:
+            problems.append(error)

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
+
+logger = logging.getLogger("vllm.pdctl_connector.settings")
+
+KEY: Final = "kv_connector_extra_config.pdctl"
 
 
 @dataclass(frozen=True)
@@ -18,7 +26,7 @@ class Settings:
         cluster: name of the cluster, for telemetry.
         instance: name of the instance, for telemetry.
         waiting_share: share of the decode side's KV blocks that requests waiting for a transfer may hold together.
-        progress_thread: let NIXL run its own progress thread (a core per rank, always busy) beside the writer's polling.
+        progress_thread: let NIXL run its own progress thread (a core per rank, always busy) beside the writer.
     """
 
     timeout_s: float = 30.0
@@ -31,30 +39,38 @@ class Settings:
 
     @classmethod
     def from_extra_config(cls, extra: Mapping[str, Any]) -> Settings:
-        """Read the settings.
+        """Read the settings. A key that does not exist is named in the log, and changes nothing.
 
         Raises:
             ValueError: a value has the wrong type or is out of range; the message names the key.
         """
         given = extra.get("pdctl") or {}
         if not isinstance(given, Mapping):
-            raise ValueError("kv_connector_extra_config.pdctl must be a mapping")
-        known = {name: type(getattr(cls, name)) for name in cls.__dataclass_fields__}
+            raise ValueError(f"{KEY} must be a mapping, not {given!r}")
+        kinds = {field.name: type(field.default) for field in dataclasses.fields(cls)}
         values: dict[str, Any] = {}
         for name, value in given.items():
-            if name not in known:
-                continue
-            kind = known[name]
-            if kind is float and isinstance(value, int) and not isinstance(value, bool):
-                value = float(value)
-            if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
-                raise ValueError(f"kv_connector_extra_config.pdctl.{name} must be a {kind.__name__}, not {value!r}")
-            values[name] = value
+            if name in kinds:
+                values[name] = _checked(name, value, kinds[name])
+            else:
+                near = difflib.get_close_matches(str(name), kinds, 1)
+                logger.warning("%s.%s does not exist and is ignored%s", KEY, name, f"; {near[0]}?" if near else "")
         settings = cls(**values)
-        if not settings.timeout_s > 0:
-            raise ValueError("kv_connector_extra_config.pdctl.timeout_s must be above 0")
+        if not 0 < settings.timeout_s < math.inf:
+            raise ValueError(f"{KEY}.timeout_s must be above 0, not {settings.timeout_s}")
         if not 0 < settings.waiting_share <= 1:
-            raise ValueError("kv_connector_extra_config.pdctl.waiting_share must be above 0 and at most 1")
+            raise ValueError(f"{KEY}.waiting_share must be above 0 and at most 1, not {settings.waiting_share}")
         if not 0 <= settings.telemetry_port <= 65535:
-            raise ValueError("kv_connector_extra_config.pdctl.telemetry_port must be a port, or 0 for none")
+            raise ValueError(f"{KEY}.telemetry_port must be a port, or 0 for none, not {settings.telemetry_port}")
+        if not settings.telemetry_host:
+            raise ValueError(f"{KEY}.telemetry_host must not be empty; 0.0.0.0 is every address")
         return settings
+
+
+def _checked(name: str, value: Any, kind: type) -> Any:
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    # A bool is an int to Python, and not to a reader.
+    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+        raise ValueError(f"{KEY}.{name} must be a {kind.__name__}, not {value!r}")
+    return value

@@ -57,7 +57,7 @@ def _print_table(result: ClusterStatus) -> None:
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("INSTANCE", "HOST", "STATE", "UP", "MEMORY", "REQUESTS", "KV USE", "DETAIL"):
+    for title in ("INSTANCE", "HOST", "STATE", "UP", "MEMORY", "REQUESTS", "KV USE", "WRITER", "TRANSFERS", "DETAIL"):
         table.add_column(title, justify="right" if title in ("UP", "MEMORY", "KV USE") else "left", overflow="fold")
     for instance in result.instances:
         glyph, style = _GLYPHS.get(instance.state, ("?", "red"))
@@ -69,6 +69,8 @@ def _print_table(result: ClusterStatus) -> None:
             _size(instance.rss_bytes),
             _load(instance),
             "" if instance.kv_cache_usage is None else f"{100 * instance.kv_cache_usage:.0f} %",
+            _writer(instance),
+            _transfers(instance),
             _detail(instance),
         )
     console = Console(highlight=False)
@@ -89,6 +91,21 @@ def _detail(instance: InstanceStatus) -> str:
     if not parts and instance.state == "ready":
         parts.append(instance.url)
     return "; ".join(parts)
+
+
+def _writer(instance: InstanceStatus) -> str:
+    if instance.writer is None:
+        return ""
+    beat = "" if instance.heartbeat_age_s is None else f", beat {instance.heartbeat_age_s:.1f} s ago"
+    return f"{instance.writer}{beat}"
+
+
+def _transfers(instance: InstanceStatus) -> str:
+    if instance.transfers_inflight is None:
+        return ""
+    if not instance.transfers_inflight or instance.oldest_transfer_s is None:
+        return str(instance.transfers_inflight)
+    return f"{instance.transfers_inflight}, oldest {instance.oldest_transfer_s:.1f} s"
 
 
 def _load(instance: InstanceStatus) -> str:

@@ -178,6 +178,10 @@ class Nodes:
         state = reply.get("state") or {}
         return Started(action=str(reply["action"]), pid=state.get("pid"), digest=str(state.get("digest") or ""))
 
+    def open_gate(self, instance: InstancePlan) -> None:
+        """Let an instance that waits for it (the router) open its port."""
+        self._call(instance.host, "open", {"instance": instance.name}, work_s=10)
+
     def stop(self, host: str, name: str, *, grace_s: float, only_launch_id: str | None = None) -> Stopped:
         """End an instance and every process that belongs to it.
 
@@ -316,7 +320,7 @@ def _http_error(error: Mapping[str, Any] | None) -> str | None:
 def _exit(entry: Mapping[str, Any] | None) -> Exit | None:
     if entry is None:
         return None
-    name = entry.get("signal")
+    name = str(entry.get("signal"))
     number = signal.Signals[name].value if name in signal.Signals.__members__ else None
     return Exit(code=entry.get("code"), signal=number)
 

@@ -107,6 +107,7 @@ _RULES: tuple[_Rule, ...] = (
     _rule(Phase.SERVING, "Router ready | workers"),
     _rule(Phase.READY, "Application startup complete"),
     _rule(Phase.READY, "Uvicorn running on"),
+    _rule(Phase.STARTING, "the router waits until", r"pdctl: the router (waits until the instances are warm)", "{}"),
     _rule(Phase.READY, "Starting server on ", r"vllm_router_rs::server.{0,80}Starting server on (\S{1,80})"),
     # When only the end of a long log is at hand, these show that the start is long over.
     _rule(Phase.READY, "Avg prompt throughput: ", r"Engine \d+: Avg prompt throughput: "),

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pdctl.errors import PdctlError
+from pdctl.hosts.base import Host
 from pdctl.hosts.fleet import Fleet
 from pdctl.lifecycle.diagnose import diagnose, last_lines
 from pdctl.lifecycle.nodes import HttpRequest, HttpResponse, NodeInstance, Nodes
 from pdctl.lifecycle.phases import LogReader
+from pdctl.lifecycle.ranks import RankHealth, has_telemetry, read_health, telemetry_requests, worst
 from pdctl.plan import ClusterPlan, InstancePlan
 from pdctl.prometheus_text import read_samples, total
 
@@ -37,6 +39,10 @@ class InstanceStatus:
         requests_running: requests that the engine works on now; None: not known.
         requests_waiting: requests in its queue.
         kv_cache_usage: share of KV blocks in use, 0 to 1.
+        writer: state of the transfer writer of the worst rank: idle, busy, stuck, dead, silent; None if there is none.
+        heartbeat_age_s: seconds since that writer's last beat.
+        transfers_inflight: transfers in flight, all ranks together.
+        oldest_transfer_s: how long the oldest of them is in its stage.
     """
 
     name: str
@@ -52,6 +58,10 @@ class InstanceStatus:
     requests_running: int | None = None
     requests_waiting: int | None = None
     kv_cache_usage: float | None = None
+    writer: str | None = None
+    heartbeat_age_s: float | None = None
+    transfers_inflight: int | None = None
+    oldest_transfer_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -80,7 +90,10 @@ def status(plan: ClusterPlan, fleet: Fleet) -> ClusterStatus:
     for instance in plan.instances:
         by_host[instance.host].append(instance)
 
-    results = fleet.map(lambda host: _ask(nodes, host.name, by_host[host.name]), list(by_host), timeout_s=_HOST_S)
+    def ask(host: Host) -> tuple[list[InstanceStatus], list[InstanceStatus]]:
+        return _ask(nodes, host.name, by_host[host.name], plan.spec.transfer.mode)
+
+    results = fleet.map(ask, list(by_host), timeout_s=_HOST_S)
     entries: dict[str, InstanceStatus] = {}
     unknown: list[InstanceStatus] = []
     unreachable: dict[str, str] = {}
@@ -97,31 +110,46 @@ def status(plan: ClusterPlan, fleet: Fleet) -> ClusterStatus:
 
 
 def _ask(
-    nodes: Nodes, host: str, instances: Sequence[InstancePlan]
+    nodes: Nodes, host: str, instances: Sequence[InstancePlan], mode: str
 ) -> tuple[list[InstanceStatus], list[InstanceStatus]]:
     known, unknown = nodes.status(host, [instance.name for instance in instances])
     running = [i for i in instances if known[i.name].process == "running"]
-    answers: dict[str, tuple[HttpResponse, HttpResponse | None]] = {}
+    answers: dict[str, tuple[HttpResponse, HttpResponse | None, list[HttpResponse]]] = {}
     if running:
-        requests: list[HttpRequest] = []
+        wanted: dict[str, list[HttpRequest]] = {}
         for instance in running:
-            requests.append(HttpRequest("GET", f"{instance.url}/health", timeout_s=_HTTP_S))
+            wanted[instance.name] = [HttpRequest("GET", f"{instance.url}/health", timeout_s=_HTTP_S)]
             if instance.role != "router":
-                requests.append(HttpRequest("GET", f"{instance.url}/metrics", timeout_s=_HTTP_S))
-        responses = iter(nodes.http(host, requests, parallel=True))
-        for instance in running:
-            answers[instance.name] = (next(responses), None if instance.role == "router" else next(responses))
+                wanted[instance.name].append(HttpRequest("GET", f"{instance.url}/metrics", timeout_s=_HTTP_S))
+            if has_telemetry(instance, mode):
+                wanted[instance.name] += telemetry_requests(instance, "/healthz")
+        responses = iter(nodes.http(host, [r for requests in wanted.values() for r in requests], parallel=True))
+        for name, requests in wanted.items():
+            health, *rest = [next(responses) for _ in requests]
+            answers[name] = (health, rest[0] if rest else None, rest[1:])
     return (
-        [judge(instance, known[instance.name], *answers.get(instance.name, (None, None))) for instance in instances],
+        [
+            judge(instance, known[instance.name], *answers.get(instance.name, (None, None, ())))
+            for instance in instances
+        ],
         [_unknown(host, entry) for entry in unknown if entry.process != "absent"],
     )
 
 
 def judge(
-    instance: InstancePlan, node: NodeInstance, health: HttpResponse | None, metrics: HttpResponse | None
+    instance: InstancePlan,
+    node: NodeInstance,
+    health: HttpResponse | None,
+    metrics: HttpResponse | None,
+    telemetry: Sequence[HttpResponse] = (),
 ) -> InstanceStatus:
-    """Make one status out of what the node and the instance's API say. Pure."""
+    """Make one status out of what the node, the instance's API and its ranks say. Pure."""
     state, detail = _state(node, health)
+    ranks = [read_health(rank, response) for rank, response in enumerate(telemetry)]
+    writer = worst(ranks)
+    if state == "ready" and writer is not None and not writer.well:
+        # vLLM's own health check says nothing of the writer: without it every transfer waits for its time-out.
+        state, detail = "unhealthy", writer.trouble
     samples = read_samples(metrics.body, (_RUNNING, _WAITING, _KV_USE)) if metrics is not None and metrics.ok else []
     running, waiting = total(samples, _RUNNING), total(samples, _WAITING)
     usages = [sample.value for sample in samples if sample.name == _KV_USE]
@@ -140,7 +168,16 @@ def judge(
         requests_running=None if running is None else int(running),
         requests_waiting=None if waiting is None else int(waiting),
         kv_cache_usage=max(usages) if usages else None,
+        writer=writer.state if writer is not None and alive else None,
+        heartbeat_age_s=writer.heartbeat_age_s if writer is not None else None,
+        transfers_inflight=_sum(ranks),
+        oldest_transfer_s=max((r.oldest_s for r in ranks if r.oldest_s is not None), default=None),
     )
+
+
+def _sum(ranks: Sequence[RankHealth]) -> int | None:
+    known = [rank.inflight for rank in ranks if rank.inflight is not None]
+    return sum(known) if known else None
 
 
 def _state(node: NodeInstance, health: HttpResponse | None) -> tuple[str, str]:

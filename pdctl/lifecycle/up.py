@@ -11,6 +11,7 @@ from functools import partial
 from typing import TypeVar
 
 from pdctl.errors import HostError, NodeError, PdctlError
+from pdctl.hosts.base import Host
 from pdctl.hosts.fleet import Fleet
 from pdctl.lifecycle.background import Background, run_all
 from pdctl.lifecycle.boot import wait_ready
@@ -20,6 +21,7 @@ from pdctl.lifecycle.failure import Aftermath, InstanceFailure, Interrupted, Lau
 from pdctl.lifecycle.nodes import Nodes
 from pdctl.lifecycle.proof import Verdict
 from pdctl.lifecycle.prove import is_float32, prove
+from pdctl.lifecycle.ranks import read_health, telemetry_requests
 from pdctl.lifecycle.reporter import Reporter
 from pdctl.lifecycle.stop import Target, stop_instances
 from pdctl.lifecycle.warmup import in_rounds, warm_instance, warm_pair
@@ -119,7 +121,7 @@ class _Launch:
         begin = time.monotonic()
         try:
             self._timed("ship", self._ship)
-            self._timed("start", lambda: self._start(self.engines))
+            self._timed("start", lambda: self._start(self.plan.instances))
             self._timed("boot", lambda: self._wait(self.engines, self.options.timeout_s))
             verdict = self._serve()
         except KeyboardInterrupt:
@@ -147,14 +149,20 @@ class _Launch:
     # Stages, in order.
 
     def _ship(self) -> None:
-        names = sorted({engine.host for engine in self.engines})
         self.reporter.step(f"reaching {_count(len(self.plan.hosts), 'host')}")
-        if self.plan.spec.transfer.mode == "push":
-            files = connector_files()
-            digest = connector_digest(files)
-            self._fan_out(self.fleet.map(lambda host: self.nodes.ship(host.name, digest, files), names, timeout_s=90))
-        else:
-            self._fan_out(self.fleet.map(lambda host: self.nodes.status(host.name, []), names, timeout_s=60))
+        push = self.plan.spec.transfer.mode == "push"
+        files = connector_files() if push else {}
+        digest = connector_digest(files)
+        need = {engine.host for engine in self.engines} if push else set()
+
+        def reach(host: Host) -> None:
+            # Every host, also one that needs nothing: none is started while another cannot be reached.
+            if host.name in need:
+                self.nodes.ship(host.name, digest, files)
+            else:
+                self.nodes.status(host.name, [])
+
+        self._fan_out(self.fleet.map(reach, list(self.plan.hosts), timeout_s=90))
 
     def _start(self, instances: Sequence[InstancePlan]) -> None:
         self.reporter.step(f"starting {', '.join(i.name for i in instances)}")
@@ -162,26 +170,28 @@ class _Launch:
         for instance in instances:
             by_host.setdefault(instance.host, []).append(instance)
 
-        def start_on(host_name: str) -> None:
-            for instance in by_host[host_name]:
-                with self.lock:
-                    self.attempted[instance.name] = instance
-                    self.busy += 1
-                try:
-                    started = self.nodes.start(instance, restart_changed=self.options.apply, launch_id=self.launch_id)
-                finally:
-                    with self.lock:
-                        self.busy -= 1
-                with self.lock:
-                    self.actions[instance.name] = started.action
-                    if started.action != "started":
-                        del self.attempted[instance.name]
-                if started.action == "changed":
-                    self.reporter.warning(
-                        f"{instance.name} runs an older plan and was left alone; pdctl up --apply restarts it"
-                    )
+        def start_on(host: Host) -> None:
+            run_all(partial(self._start_one, instance) for instance in by_host[host.name])
 
-        self._fan_out(self.fleet.map(lambda host: start_on(host.name), list(by_host), timeout_s=180))
+        self._fan_out(self.fleet.map(start_on, list(by_host), timeout_s=180))
+
+    def _start_one(self, instance: InstancePlan) -> None:
+        with self.lock:
+            self.attempted[instance.name] = instance
+            self.busy += 1
+        try:
+            started = self.nodes.start(instance, restart_changed=self.options.apply, launch_id=self.launch_id)
+        finally:
+            with self.lock:
+                self.busy -= 1
+        with self.lock:
+            self.actions[instance.name] = started.action
+            if started.action != "started":
+                del self.attempted[instance.name]
+        if started.action == "changed":
+            self.reporter.warning(
+                f"{instance.name} runs an older plan and was left alone; pdctl up --apply restarts it"
+            )
 
     def _wait(self, instances: Sequence[InstancePlan], timeout_s: float) -> None:
         waiting = [i for i in instances if self.actions[i.name] == "started"]
@@ -193,11 +203,40 @@ class _Launch:
             if entry.instance in waiting:
                 self.ready_after[entry.instance.name] = entry.after_s
 
+    def _check_writers(self) -> None:
+        """vLLM's health check says nothing of the writer: ask every rank."""
+        if self.plan.spec.transfer.mode != "push":
+            return
+        by_host: dict[str, list[InstancePlan]] = {}
+        for engine in self.engines:
+            by_host.setdefault(engine.host, []).append(engine)
+
+        def ask(host: Host) -> list[InstanceFailure]:
+            failures = []
+            for engine in by_host[host.name]:
+                answers = self.nodes.http(host.name, telemetry_requests(engine, "/healthz"), parallel=True)
+                for health in (read_health(rank, answer) for rank, answer in enumerate(answers)):
+                    if not health.well:
+                        failures.append(InstanceFailure(engine.name, engine.host, health.trouble))
+            return failures
+
+        results = self.fleet.map(ask, list(by_host), timeout_s=60)
+        self._fan_out(results)
+        failures = [failure for result in results.values() if isinstance(result, list) for failure in result]
+        if failures:
+            raise LaunchFailed(
+                f"{failures[0].instance} serves, but its KV transfers do not work: {failures[0].summary}",
+                hint=f"look for pdctl_connector in its log: pdctl logs {failures[0].instance} -n 500",
+                failures=failures,
+            )
+
     def _serve(self) -> Verdict | None:
         fresh = [i for i in self.engines if self.actions[i.name] == "started"]
+        writers = Background(self._check_writers)
         if fresh:
             self._timed("warm_up", lambda: self._warm_instances(fresh))
-        # The router may start while the pairs warm up: no engine is cold any more, and it has no clients yet.
+        writers.result()
+        # The router may open while the pairs warm up: no engine is cold any more.
         pairs = Background(lambda: self._warm_pairs(fresh)) if fresh else None
         try:
             self._timed("router", self._router)
@@ -242,16 +281,18 @@ class _Launch:
 
     def _router(self) -> None:
         router = self.plan.router
-        self._start([router])
+        self.nodes.open_gate(router)
         self._wait([router], _ROUTER_READY_S)
 
     def _teach_router(self) -> None:
         """Let the router meet every prefill instance twice: to learn its identity, then to use it."""
         router = self.plan.router
         self.reporter.step("warming up: the router learns each prefill instance")
-        for attempt in range(2 * len(self.plan.prefill)):
-            request = completion_request(self.plan, router, unique_prompt(12), max_tokens=2, timeout_s=_LEARN_REQUEST_S)
-            [response] = self.nodes.http(router.host, [request])
+        requests = [
+            completion_request(self.plan, router, unique_prompt(12), max_tokens=2, timeout_s=_LEARN_REQUEST_S)
+            for _ in range(2 * len(self.plan.prefill))
+        ]
+        for attempt, response in enumerate(self.nodes.http(router.host, requests)):
             try:
                 read_completion(response)
             except ValueError as error:

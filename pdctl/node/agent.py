@@ -21,6 +21,7 @@ Folder of an instance, ``~/.pdctl/<cluster>/<instance>/`` (0700; ``PDCTL_HOME`` 
 ``supervisor.py``  this file again; it starts ``launch.sh``, waits for it and writes ``exit.json``
 ``exit.json``      ``{code, signal, at, start_id}``
 ``vllm.log``       output of the instance; rotated at each start, ``.1`` to ``.3`` are kept
+``gate``           made by the command ``open``; the router waits for it before it opens its port
 ``lock``           flock of whoever changes the instance
 
 A process belongs to an instance when its initial environment holds ``PDCTL_MARKER=<cluster>/<instance>/<start id>`` and
@@ -55,6 +56,7 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, NoReturn, Op
 
 REPLY_PREFIX = "PDCTL-AGENT-1 "
 LOG_NAME = "vllm.log"
+GATE_NAME = "gate"
 LOGS_KEPT = 3
 LOCK_WAIT_S = 10.0
 # The supervisor only starts Python, writes one small file and forks; more than this means a machine in trouble.
@@ -1030,7 +1032,7 @@ def command_start(request: Request) -> Json:
             # vLLM renames its processes: without this, setproctitle writes over the environment and so the marker.
             SPT_NOENV="1",
         )
-        for stale in ("state.json", "exit.json"):
+        for stale in ("state.json", "exit.json", GATE_NAME):
             remove_file(os.path.join(folder, stale))
         write_file(os.path.join(folder, "env"), format_env_file(variables).encode(), 0o600)
         write_file(os.path.join(folder, "launch.sh"), placeholders.fill(script).encode(), 0o700)
@@ -1847,6 +1849,16 @@ def remove_stale_shipments(parent: str) -> None:
 # ------------------------------------------------------------------------------------------------------------ purge
 
 
+def command_open(request: Request) -> Json:
+    """Open the gate of an instance that waits for it. Again is fine."""
+    cluster, name = request.name("cluster"), request.name("instance")
+    folder = instance_folder(cluster, name)
+    if not os.path.isdir(folder):
+        raise AgentError("not-found", f"{cluster}/{name} was never started here")
+    write_file(os.path.join(folder, GATE_NAME), b"", 0o600)
+    return {"opened": True}
+
+
 def command_purge(request: Request) -> Json:
     """Remove what a stopped instance left on the node, except its logs."""
     cluster, name = request.name("cluster"), request.name("instance")
@@ -1894,6 +1906,7 @@ COMMANDS: Dict[str, Callable[[Request], Json]] = {
     "status": command_status,
     "log": command_log,
     "http": command_http,
+    "open": command_open,
     "purge": command_purge,
 }
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.cluster import REPOSITORY, RUNTIME_PYTHON, Cluster
+from tests.testbed.hosts import Testbed
 
 AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
 
@@ -30,7 +31,9 @@ env:
 
 
 def _has_runtime() -> bool:
-    probe = "import importlib.util as u, sys; sys.exit(not all(u.find_spec(n) for n in ('vllm', 'nixl', 'vllm_router')))"
+    probe = (
+        "import importlib.util as u, sys; sys.exit(not all(u.find_spec(n) for n in ('vllm', 'nixl', 'vllm_router')))"
+    )
     return subprocess.run([RUNTIME_PYTHON, "-c", probe], check=False, timeout=60).returncode == 0
 
 
@@ -64,7 +67,16 @@ def demo_model(runtime: str) -> Path:
 
 
 @pytest.fixture(scope="session")
-def ssh_cluster(runtime: str, demo_model: Path, testbed, tmp_path_factory: pytest.TempPathFactory) -> Cluster:
+def testbed() -> Iterator[Testbed]:
+    """Two hosts of their own, each with its sshd; not those of the integration tests."""
+    made = Testbed(Path("/tmp/pd-testbed-e2e"), bridge="pdte0", net="10.80.0", prefix="e")
+    made.up(2)
+    yield made
+    made.down()
+
+
+@pytest.fixture(scope="session")
+def ssh_cluster(runtime: str, demo_model: Path, testbed: Testbed, tmp_path_factory: pytest.TempPathFactory) -> Cluster:
     """The cluster file of 1 prefill and 1 decode on two hosts of the test bed, reached over SSH."""
     file = tmp_path_factory.mktemp("cluster") / "cluster.yaml"
     file.write_text(
@@ -93,7 +105,15 @@ def local_cluster(runtime: str, demo_model: Path, tmp_path_factory: pytest.TempP
     folder = tmp_path_factory.mktemp("local")
     cluster = Cluster(folder / "cluster.yaml", {})
     made = cluster.pdctl(
-        "init", "--preset", "local", "-o", str(cluster.file), "--set", f"model={demo_model}", "--set", f"python={runtime}"
+        "init",
+        "--preset",
+        "local",
+        "-o",
+        str(cluster.file),
+        "--set",
+        f"model={demo_model}",
+        "--set",
+        f"python={runtime}",
     )
     assert made.code == 0, made.err
     text = cluster.file.read_text().replace("cluster: local", "cluster: e2e-local")

@@ -23,7 +23,7 @@ MODEL = "demo"
 
 def prompts(count: int, seed: int, words: int) -> list[str]:
     chooser = random.Random(seed)
-    vocabulary = "prefill decode block router writer window signal letter garden stone river paper".split()
+    vocabulary = ["prefill", "decode", "block", "router", "writer", "window", "signal", "letter", "garden", "stone"]
     return [f"case {seed}-{i}: " + " ".join(chooser.choices(vocabulary, k=words)) for i in range(count)]
 
 
@@ -50,6 +50,7 @@ def test_up_proves_a_real_transfer(up: dict) -> None:
     assert facts["nixl_bytes"] >= facts["expected_bytes"] > 0
     assert facts["received_tokens"] >= facts["prompt_tokens"] - 1
     assert {instance["action"] for instance in up["instances"]} == {"started"}
+    print(up["timings_s"])
 
 
 def test_concurrent_completions_equal_a_monolithic_run(up: dict) -> None:
@@ -108,20 +109,20 @@ def test_logs_show_the_end_and_follow(up: dict, ssh_cluster: Cluster) -> None:
     assert result.code == 0
     assert "PdPushConnector" in result.out
     assert len(ssh_cluster.pdctl("logs", "prefill-0", "-n", "3").out.splitlines()) == 3
-    follower = subprocess.Popen(
+    with subprocess.Popen(
         ssh_cluster.command("logs", "prefill-0", "-n", "0", "-f"),
         env=ssh_cluster.environment(),
         stdout=subprocess.PIPE,
         text=True,
-    )
-    try:
-        time.sleep(2)
-        complete(urls(up)["prefill-0"], "follow me", model=MODEL)
-        assert follower.stdout is not None
-        assert "/v1/completions" in follower.stdout.readline()
-    finally:
-        follower.terminate()
-        assert follower.wait(timeout=15) == 130
+    ) as follower:
+        try:
+            time.sleep(2)
+            complete(urls(up)["prefill-0"], "follow me", model=MODEL)
+            assert follower.stdout is not None
+            assert "/v1/completions" in follower.stdout.readline()
+        finally:
+            follower.terminate()
+            assert follower.wait(timeout=15) == 130
 
 
 def test_a_second_up_changes_nothing(up: dict, ssh_cluster: Cluster) -> None:
@@ -165,10 +166,10 @@ def test_down_leaves_no_process_no_port_no_lock(up: dict, ssh_cluster: Cluster, 
     assert result.code == 0, result.err
     assert sorted(result.json()["stopped"]) == ["decode-0", "prefill-0", "router"]
     assert marked_processes("e2e-ssh") == []
-    for host in ("h1", "h2"):
-        listening = testbed.run(host, "ss", "-Hltn").stdout
+    for host in testbed.names(2):
+        listening = testbed.call("exec", host, "ss", "-Hltn")
         assert not re.search(r":(8000|81\d\d|82\d\d|56\d\d|57\d\d)\b", listening), listening
-        held = testbed.run(host, "sh", "-c", "lslocks --noheadings -o PATH | grep pdctl || true").stdout
+        held = testbed.call("exec", host, "sh", "-c", "lslocks --noheadings -o PATH | grep pdctl || true")
         assert held.strip() == ""
     assert ssh_cluster.pdctl("status").code == 1
     again = ssh_cluster.pdctl("down", "--json")

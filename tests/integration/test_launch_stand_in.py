@@ -36,14 +36,18 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.name = f"stand-in-{os.getpid()}-{folder.name[-6:].lower().replace('_', '-').strip('-')}"
-        self.ports = free_ports(3)
+        self.ports = free_ports(5)
 
-    def cluster(self, *, prefill: dict[str, str] | None = None, decode: dict[str, str] | None = None, extra="") -> Cluster:
+    def cluster(
+        self, *, prefill: dict[str, str] | None = None, decode: dict[str, str] | None = None, extra=""
+    ) -> Cluster:
         def role(name: str, port: int, env: dict[str, str] | None) -> str:
             lines = "".join(f"    {key}: {value!r}\n" for key, value in (env or {}).items())
             block = f"  env:\n{lines}" if env else ""
             options = "  vllm_args: {dtype: float32}\n"
-            return f"{name}:\n  hosts: [local]\n  port: {port}\n{options}{block}{extra if name == 'decode' else ''}"
+            telemetry = self.ports[3 if name == "prefill" else 4]
+            head = f"{name}:\n  hosts: [local]\n  port: {port}\n  telemetry_port: {telemetry}\n"
+            return f"{head}{options}{block}{extra if name == 'decode' else ''}"
 
         file = self.folder / "cluster.yaml"
         file.write_text(
@@ -56,7 +60,7 @@ class Bench:
         return Cluster(file, {"PDCTL_HOME": str(self.folder / "home"), "HOME": str(self.folder)})
 
 
-@pytest.fixture()
+@pytest.fixture
 def bench(tmp_path: Path):
     made = Bench(tmp_path)
     yield made
@@ -128,9 +132,7 @@ def test_a_boot_that_takes_too_long_ends(bench: Bench) -> None:
 
 
 def test_a_silent_local_prefill_is_a_failure(bench: Bench) -> None:
-    result = bench.cluster(
-        prefill={"STAND_IN_RECOMPUTE": "1"}, decode={"STAND_IN_RECOMPUTE": "1"}
-    ).pdctl("up")
+    result = bench.cluster(prefill={"STAND_IN_RECOMPUTE": "1"}, decode={"STAND_IN_RECOMPUTE": "1"}).pdctl("up")
     assert result.code == 1
     assert "silently prefilled" in result.err
     assert marked_processes(bench.name) == []
@@ -140,6 +142,22 @@ def test_a_wrong_answer_is_a_failure(bench: Bench) -> None:
     result = bench.cluster(decode={"STAND_IN_WRONG_TEXT": "1"}).pdctl("up")
     assert result.code == 1
     assert "'nonsense' through the router" in result.err
+
+
+@pytest.mark.parametrize("state", ["dead", "stuck"])
+def test_a_writer_without_life_signs_is_a_failure_though_health_is_fine(bench: Bench, state: str) -> None:
+    result = bench.cluster(prefill={"STAND_IN_WRITER": state}).pdctl("up", "--keep")
+    assert result.code == 1
+    assert f"the writer of rank 0 is {state}" in result.err
+    status = bench.cluster(prefill={"STAND_IN_WRITER": state}).pdctl("status", "--json")
+    prefill = status.json()["instances"][0]
+    assert (prefill["state"], prefill["writer"]) == ("unhealthy", state)
+
+
+def test_a_request_that_is_not_in_the_ledgers_is_a_failure(bench: Bench) -> None:
+    result = bench.cluster(decode={"STAND_IN_NO_LEDGER": "1"}).pdctl("up")
+    assert result.code == 1
+    assert "decode's ledger has no received transfer" in result.err
 
 
 def test_a_port_that_is_taken_is_named_with_its_holder(bench: Bench) -> None:
@@ -177,7 +195,7 @@ def test_ctrl_c_at_any_moment_leaves_nothing(bench: Bench, seconds: float) -> No
     )
     time.sleep(seconds)
     run.send_signal(signal.SIGINT)
-    out, err = run.communicate(timeout=60)
+    _, err = run.communicate(timeout=60)
     assert "Traceback" not in err
     if run.returncode != 0:  # it may have been done already
         assert run.returncode == 130, err

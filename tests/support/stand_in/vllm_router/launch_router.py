@@ -1,4 +1,4 @@
-"""A stand-in for vllm-router: prefill leg, then decode leg, over the first of each. For tests of the life cycle alone."""
+"""A stand-in for vllm-router: prefill leg, then decode leg, of one pair. For tests of the life cycle alone."""
 
 import argparse
 import json
@@ -6,12 +6,16 @@ import time
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--host")
-parser.add_argument("--port", type=int)
-parser.add_argument("--prefill")
-parser.add_argument("--decode")
-options, _ = parser.parse_known_args()
+options = argparse.Namespace()
+
+
+def parse_router_args(arguments):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--host")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--prefill")
+    parser.add_argument("--decode")
+    return parser.parse_known_args(arguments)[0]
 
 
 def post(url, body):
@@ -38,5 +42,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(post(options.decode + self.path, {**body, "kv_transfer_params": params}))
 
 
-time.sleep(0.1)
-ThreadingHTTPServer((options.host, options.port), Handler).serve_forever()
+def launch_router(arguments):
+    vars(options).update(vars(arguments))
+    time.sleep(0.1)
+    ThreadingHTTPServer((options.host, options.port), Handler).serve_forever()

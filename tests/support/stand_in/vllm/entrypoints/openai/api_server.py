@@ -1,8 +1,8 @@
 """A stand-in for vLLM's API server, for tests of the life cycle alone: boots in a moment, answers what pdctl asks.
 
 Never used to show anything about vLLM itself. Behaves badly on request, by the environment:
-STAND_IN_BOOT_S, STAND_IN_FAIL (text to log before exit 1), STAND_IN_RECOMPUTE, STAND_IN_WRONG_TEXT, STAND_IN_IGNORE_TERM,
-STAND_IN_SLOW_COMPLETION_S.
+STAND_IN_BOOT_S, STAND_IN_FAIL (text to log before exit 1), STAND_IN_RECOMPUTE, STAND_IN_WRONG_TEXT,
+STAND_IN_IGNORE_TERM, STAND_IN_SLOW_COMPLETION_S, STAND_IN_WRITER (state of the connector's writer), STAND_IN_NO_LEDGER.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 BLOCK_SIZE, BYTES_PER_BLOCK = 16, 4096
 counters = {"bytes": 0, "received": 0, "computed": 0}
+records = []
 lock = threading.Lock()
 
 
@@ -73,16 +74,35 @@ class Handler(BaseHTTPRequestHandler):
                 if not os.environ.get("STAND_IN_RECOMPUTE"):
                     counters["bytes"] += -(-tokens // BLOCK_SIZE) * BYTES_PER_BLOCK
                 result["kv_transfer_params"] = {"transfer_mode": "push", "do_remote_prefill": True}
+            key = params.get("key") or hashlib.sha256(body["prompt"].encode()).hexdigest()
+            record = {"key": key, "tokens": tokens}
+            if params.get("do_remote_decode"):
+                stages = dict.fromkeys(("prefilling", "ready", "matched", "posted", "completed"), 0.0)
+                records.append({**record, "outcome": "completed", "stages": stages})
+            if params.get("do_remote_prefill"):
+                records.append({**record, "outcome": "received", "stages": {"registered": 0.0, "received": 0.1}})
         self.answer(200, result)
 
     def log_message(self, form, *args):
         print(f'INFO:     {self.client_address[0]} - "{form % args}"', flush=True)
 
 
+class Telemetry(Handler):
+    def do_GET(self):
+        if self.path == "/healthz":
+            state = os.environ.get("STAND_IN_WRITER", "idle")
+            writer = {"alive": state != "dead", "state": state, "op": None, "heartbeat_age_s": 0.1, "loops": 1}
+            self.answer(200, {"writer": writer, "transfers": {"inflight": 0, "oldest_s": 0.0}})
+        else:
+            with lock:
+                self.answer(200, {"transfers": [] if os.environ.get("STAND_IN_NO_LEDGER") else records[::-1]})
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--host")
     parser.add_argument("--port", type=int)
+    parser.add_argument("--kv-transfer-config", type=json.loads)
     options, _ = parser.parse_known_args()
     if os.environ.get("STAND_IN_IGNORE_TERM"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -92,6 +112,9 @@ def main():
         print(failure, file=sys.stderr, flush=True)
         sys.exit(1)
     server = ThreadingHTTPServer((options.host, options.port), Handler)
+    own = options.kv_transfer_config["kv_connector_extra_config"]["pdctl"]
+    telemetry = ThreadingHTTPServer((own["telemetry_host"], own["telemetry_port"]), Telemetry)
+    threading.Thread(target=telemetry.serve_forever, daemon=True).start()
     print("INFO:     Application startup complete.", flush=True)
     server.serve_forever()
 
