@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -98,8 +99,7 @@ class Testbed:
             **self.environ,
         }
         # Into files, not pipes: what it starts lives on and would hold a pipe open.
-        log = Path(f"{self.folder}.log")
-        with log.open("w+b") as output:
+        with tempfile.TemporaryFile() as output:
             done = subprocess.run(
                 ["bash", str(SCRIPT), *words],
                 stdin=subprocess.DEVNULL,
@@ -109,8 +109,8 @@ class Testbed:
                 timeout=timeout_s,
                 check=False,
             )
-        said = log.read_text(errors="replace")
-        log.unlink(missing_ok=True)
+            output.seek(0)
+            said = output.read().decode(errors="replace")
         if done.returncode != 0:
             raise TestbedError(f"hosts.sh {' '.join(words)} (exit status {done.returncode}): {said.strip()}")
         return said

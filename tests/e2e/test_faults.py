@@ -1,0 +1,465 @@
+"""The fault suite: what upstream's push connector answers with a hang, a leak or wrong text, made on purpose.
+
+Two hosts, real vLLM, NIXL over UCX TCP, the router. After each fault this must hold: the client got a right answer or
+a clear error within `timeout_s` + 5 s; nothing is in flight or held; and the next requests are right. The F-numbers are
+those of docs/connector.md. One cluster for the file; tests that kill an instance bring it back with `pdctl up`.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import random
+import signal
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.cluster import Cluster, complete, complete_all, metric
+from tests.testbed.hosts import Testbed
+
+pytestmark = [pytest.mark.e2e, pytest.mark.root, pytest.mark.timeout(600)]
+
+MODEL = "demo"
+TIMEOUT_S = 8.0
+LEASE_S = 5
+MARGIN_S = 5.0
+PREFILL_LEG = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+def text_of(words: int, seed: object) -> str:
+    chooser = random.Random(str(seed))
+    vocabulary = ["prefill", "decode", "block", "router", "writer", "window", "signal", "letter", "garden", "stone"]
+    return f"{seed}: " + " ".join(chooser.choices(vocabulary, k=words))
+
+
+class Faulty:
+    """The cluster under test, with the legs of a disaggregated request as single calls."""
+
+    def __init__(self, cluster: Cluster, testbed: Testbed) -> None:
+        self.cluster, self.testbed = cluster, testbed
+        self.prefill = f"http://{testbed.address(1)}:8100"
+        self.decode = f"http://{testbed.address(2)}:8200"
+        self.router = f"http://{testbed.address(1)}:8000"
+        self.faults = Path("/tmp/pdctl-faults-e2e")
+        self.serial = random.SystemRandom().randrange(10**9)
+
+    def fresh(self, words: int = 60) -> str:
+        self.serial += 1
+        return text_of(words, self.serial)
+
+    def ask(
+        self, base: str, prompt: str, *, request_id: str | None = None, leave_after: float | None = None, **body: Any
+    ) -> tuple[int, str, float]:
+        """One completion: (status, text or error, seconds). Status 0: we left, or were cut off."""
+        host, _, port = base.removeprefix("http://").partition(":")
+        connection = http.client.HTTPConnection(host, int(port), timeout=TIMEOUT_S + 60)
+        begin = time.monotonic()
+        headers = {"Content-Type": "application/json", **({"X-Request-Id": request_id} if request_id else {})}
+        whole = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "temperature": 0, **body}
+        try:
+            connection.request("POST", "/v1/completions", json.dumps(whole), headers)
+            if leave_after is not None:
+                time.sleep(leave_after)
+                return 0, "left", time.monotonic() - begin
+            response = connection.getresponse()
+            answer = response.read().decode()
+            if response.status == 200:
+                return 200, json.loads(answer)["choices"][0]["text"], time.monotonic() - begin
+            return response.status, answer, time.monotonic() - begin
+        except (OSError, http.client.HTTPException) as error:
+            return 0, repr(error), time.monotonic() - begin
+        finally:
+            connection.close()
+
+    def decode_params(self) -> dict[str, Any]:
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self.health(1)["engine_id"],
+            "remote_host": self.testbed.address(1),
+            "remote_port": 5600,
+            "remote_request_id": "unused",
+            "tp_size": 1,
+        }
+
+    def prefill_leg(self, prompt: str, request_id: str, **more: Any) -> tuple[int, str, float]:
+        more = {"max_tokens": 1, **more}
+        return self.ask(self.prefill, prompt, request_id=request_id, kv_transfer_params=PREFILL_LEG, **more)
+
+    def decode_leg(self, prompt: str, request_id: str, **more: Any) -> tuple[int, str, float]:
+        params = more.pop("params", None) or self.decode_params()
+        return self.ask(self.decode, prompt, request_id=request_id, kv_transfer_params=params, **more)
+
+    def alone(self, prompt: str) -> str:
+        return complete(self.prefill, prompt, model=MODEL, max_tokens=8)
+
+    def health(self, number: int) -> dict[str, Any]:
+        port = {1: 18100, 2: 18200}[number]
+        out = self.testbed.call("exec", self.testbed.name(number), "curl", "-s", "-m", "5", f"127.0.0.1:{port}/healthz")
+        return json.loads(out)
+
+    def outcomes(self, number: int) -> dict[str, int]:
+        return self.health(number)["transfers"]["outcomes"]
+
+    def worker(self, number: int) -> int:
+        """Pid of the vLLM worker on a host, as the machine itself sees it."""
+        name = {1: "prefill-0", 2: "decode-0"}[number]
+        for entry in Path("/proc").iterdir():
+            try:
+                if entry.name.isdigit() and (entry / "comm").read_text().startswith("VLLM::Worker"):
+                    environ = (entry / "environ").read_bytes()
+                    if f"PDCTL_MARKER=e2e-faults/{name}/".encode() in environ:
+                        return int(entry.name)
+            except OSError:
+                continue
+        raise AssertionError(f"no worker of {name}")
+
+    def kill_instance(self, number: int) -> None:
+        name = {1: "prefill-0", 2: "decode-0"}[number]
+        marker = f"PDCTL_MARKER=e2e-faults/{name}/".encode()
+        for entry in Path("/proc").iterdir():
+            try:
+                if entry.name.isdigit() and marker in (entry / "environ").read_bytes():
+                    os.kill(int(entry.name), signal.SIGKILL)
+            except OSError:
+                continue
+
+    def calm(self, within_s: float = 20.0) -> None:
+        """Nothing in flight, nothing held, writers alive: on both sides, within some seconds."""
+        deadline = time.monotonic() + within_s
+        while True:
+            state = {
+                "inflight": [self.health(n)["transfers"]["inflight"] for n in (1, 2)],
+                "kv": [metric(base, "vllm:kv_cache_usage_perc") for base in (self.prefill, self.decode)],
+                "waiting": [metric(base, "vllm:num_requests_waiting") for base in (self.prefill, self.decode)],
+                "writer": [self.health(n)["writer"]["state"] for n in (1, 2)],
+            }
+            if (
+                state["inflight"] == [0, 0]
+                and state["kv"] == [0, 0]
+                and state["waiting"] == [0, 0]
+                and set(state["writer"]) <= {"idle", "busy"}
+            ):
+                return
+            assert time.monotonic() < deadline, state
+            time.sleep(0.3)
+
+    def works(self, count: int = 20) -> None:
+        """The next requests are right."""
+        prompts = [self.fresh(40) for _ in range(count)]
+        routed = complete_all(self.router, prompts, model=MODEL, at_once=5)
+        assert routed == complete_all(self.prefill, prompts, model=MODEL, at_once=5)
+
+
+@pytest.fixture(scope="module")
+def faulty(
+    runtime: str, demo_model: Path, testbed: Testbed, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Faulty]:
+    file = tmp_path_factory.mktemp("faults") / "cluster.yaml"
+    options = "enforce-eager: true, dtype: float32, max-model-len: 4096, served-model-name: demo"
+    file.write_text(
+        f"""\
+cluster: e2e-faults
+model: {demo_model}
+accelerator: cpu
+fabric: tcp
+python: {runtime}
+transfer: {{timeout_s: {TIMEOUT_S}, lease_s: {LEASE_S}}}
+env: {{VLLM_CPU_KVCACHE_SPACE: "1", VLLM_CPU_OMP_THREADS_BIND: nobind, OMP_NUM_THREADS: "1"}}
+prefill:
+  hosts: [{{name: {testbed.name(1)}, address: {testbed.address(1)}}}]
+  vllm_args: {{{options}}}
+decode:
+  hosts: [{{name: {testbed.name(2)}, address: {testbed.address(2)}}}]
+  vllm_args: {{{options}, num-gpu-blocks-override: 60}}
+router: {{host: {testbed.name(1)}, port: 8000}}
+"""
+    )
+    cluster = Cluster(file, {"PDCTL_SSH_CONFIG": str(testbed.ssh_config)})
+    made = Faulty(cluster, testbed)
+    result = cluster.pdctl("up", "--json", timeout=400)
+    try:
+        assert result.code == 0, result.err
+        yield made
+    finally:
+        cluster.pdctl("down", "--force", timeout=120)
+
+
+@pytest.fixture(autouse=True)
+def sound_afterwards(faulty: Faulty) -> Iterator[None]:
+    """Every fault ends in calm, and in right answers."""
+    yield
+    for number in (1, 2):
+        faulty.testbed.call("fast", faulty.testbed.name(number))
+    faulty.testbed.call("heal", faulty.testbed.name(1), faulty.testbed.name(2))
+    faulty.calm()
+    faulty.works()
+
+
+def in_time(seconds: float) -> None:
+    assert seconds < TIMEOUT_S + MARGIN_S, f"the client waited {seconds:.1f} s"
+
+
+def test_f02_client_leaves_while_prefill_works(faulty: Faulty) -> None:
+    for delay in (0.02, 0.1, 0.3):
+        faulty.ask(faulty.router, faulty.fresh(700), leave_after=delay)
+
+
+def test_f03_decode_leg_alone_is_left(faulty: Faulty) -> None:
+    for delay in (0.05, 0.2, 0.35):
+        prompt, name = faulty.fresh(500), f"f03-{delay}-{faulty.serial}"
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(faulty.prefill_leg, prompt, name)
+            faulty.decode_leg(prompt, name, leave_after=delay)
+            assert other.result()[0] == 200
+
+
+def test_f04_prefill_leg_is_left_after_decode_registered(faulty: Faulty) -> None:
+    prompt, name = faulty.fresh(700), f"f04-{faulty.serial}"
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(faulty.decode_leg, prompt, name)
+        time.sleep(0.05)
+        faulty.ask(
+            faulty.prefill, prompt, request_id=name, max_tokens=1, kv_transfer_params=PREFILL_LEG, leave_after=0.2
+        )
+        status, text, seconds = other.result()
+    assert status == 500 or (status == 200 and text == faulty.alone(prompt))
+    in_time(seconds)
+
+
+def test_f04_f05_decode_leg_without_prefill_leg_fails_in_time(faulty: Faulty) -> None:
+    before = faulty.outcomes(2)["decode/timed_out"]
+    status, _, seconds = faulty.decode_leg(faulty.fresh(), f"f05-{faulty.serial}")
+    assert status == 500
+    assert seconds > TIMEOUT_S - 1
+    in_time(seconds)
+    assert faulty.outcomes(2)["decode/timed_out"] == before + 1
+
+
+def test_f10_registration_after_the_lease_fails_at_once(faulty: Faulty) -> None:
+    prompt, name = faulty.fresh(), f"f10-{faulty.serial}"
+    assert faulty.prefill_leg(prompt, name)[0] == 200
+    time.sleep(LEASE_S + 1.5)
+    assert faulty.outcomes(1)["prefill/expired"] >= 1
+    status, _, seconds = faulty.decode_leg(prompt, name)
+    assert status == 500
+    assert seconds < 3
+
+
+def test_f13_two_requests_with_one_id_get_the_right_text_or_an_error(faulty: Faulty) -> None:
+    name = f"f13-{faulty.serial}"
+    prompts = [faulty.fresh(300), faulty.fresh(300)]
+    with ThreadPoolExecutor(4) as pool:
+        legs = [pool.submit(faulty.prefill_leg, prompt, name) for prompt in prompts]
+        answers = [pool.submit(faulty.decode_leg, prompt, name) for prompt in prompts]
+        for leg in legs:
+            leg.result()
+        for prompt, answer in zip(prompts, answers, strict=True):
+            status, text, seconds = answer.result()
+            assert status == 500 or text == faulty.alone(prompt)
+            in_time(seconds)
+
+
+def test_f15_prefill_computed_more_than_the_prompt(faulty: Faulty) -> None:
+    prompt, name = faulty.fresh(100), f"f15-{faulty.serial}"
+    assert faulty.prefill_leg(prompt, name, max_tokens=140, ignore_eos=True)[0] == 200
+    status, text, _ = faulty.decode_leg(prompt, name)
+    assert (status, text) == (200, faulty.alone(prompt))
+
+
+def test_f16_different_prompts_under_one_id_are_refused_at_once(faulty: Faulty) -> None:
+    prompt, name = faulty.fresh(100), f"f16-{faulty.serial}"
+    other = ("x" if prompt[0] != "x" else "y") + prompt[1:]
+    assert faulty.prefill_leg(other, name)[0] == 200
+    status, _, seconds = faulty.decode_leg(prompt, name)
+    assert status == 500
+    assert seconds < 3
+
+
+def test_f01_f31_prefix_hits_on_either_side(faulty: Faulty) -> None:
+    prompt = faulty.fresh(150)
+    expired = faulty.outcomes(1)["prefill/expired"]
+    for tail in ("", "", " tail one", " tail one", " another tail with more words in it"):
+        status, text, _ = faulty.ask(faulty.router, prompt + tail)
+        assert (status, text) == (200, faulty.alone(prompt + tail))
+    time.sleep(LEASE_S + 1)
+    assert faulty.outcomes(1)["prefill/expired"] == expired
+
+
+def test_f24_garbage_on_the_side_channel(faulty: Faulty) -> None:
+    for number, port in ((1, 5600), (2, 5700)):
+        for junk in (b"\xff" * 64, b"GET / HTTP/1.0\r\n\r\n", b"\x00" * 4096):
+            with socket.create_connection((faulty.testbed.address(number), port), timeout=5) as connection:
+                connection.sendall(junk)
+    zmq = pytest.importorskip("zmq")
+    with zmq.Context() as context, context.socket(zmq.REQ) as asker:
+        asker.setsockopt(zmq.LINGER, 0)
+        asker.connect(f"tcp://{faulty.testbed.address(1)}:5600")
+        asker.send(b"\x93nonsense")
+        assert asker.poll(300) == 0
+    # Listeners still answer: an instance that is new must be able to join.
+    assert faulty.cluster.pdctl("restart", "decode-0", timeout=300).code == 0
+
+
+def test_f38_decode_has_little_memory(faulty: Faulty) -> None:
+    prompts = [faulty.fresh(330) for _ in range(16)]
+    routed = complete_all(faulty.router, prompts, model=MODEL, at_once=16)
+    assert routed == complete_all(faulty.prefill, prompts, model=MODEL, at_once=4)
+
+
+def test_f45_prefill_is_stopped_for_a_while(faulty: Faulty) -> None:
+    prompt = faulty.fresh(700)
+    pid = faulty.worker(1)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(faulty.ask, faulty.router, prompt)
+        time.sleep(0.15)
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(3)
+        os.kill(pid, signal.SIGCONT)
+        status, text, seconds = answer.result()
+    assert (status, text) == (200, faulty.alone(prompt))
+    in_time(seconds)
+
+
+def test_f05_prefill_is_stopped_for_too_long(faulty: Faulty) -> None:
+    prompt = faulty.fresh(700)
+    pid = faulty.worker(1)
+    name = f"f05-{faulty.serial}"
+    with ThreadPoolExecutor(2) as pool:
+        other = pool.submit(faulty.prefill_leg, prompt, name)
+        params = faulty.decode_params()
+        answer = pool.submit(faulty.decode_leg, prompt, name, params=params)
+        time.sleep(0.15)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            status, _, seconds = answer.result()
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert status == 500
+        in_time(seconds)
+        other.result()
+
+
+def test_f44_decode_is_stopped_during_the_write(faulty: Faulty) -> None:
+    prompt = faulty.fresh(700)
+    pid = faulty.worker(2)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(faulty.ask, faulty.router, prompt)
+        time.sleep(0.3)
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(4)
+        os.kill(pid, signal.SIGCONT)
+        status, text, seconds = answer.result()
+    assert (status, text) == (200, faulty.alone(prompt))
+    in_time(seconds)
+
+
+def test_f08_the_lease_is_shorter_than_the_write(faulty: Faulty) -> None:
+    prompt = faulty.fresh(700)
+    faulty.testbed.call("slow", faulty.testbed.name(1), "20mbit")
+    # About 16 MiB at 20 Mbit/s: longer than the lease, and than the time-out once it is posted. Never wrong text.
+    status, text, seconds = faulty.ask(faulty.router, prompt)
+    faulty.testbed.call("fast", faulty.testbed.name(1))
+    assert status == 500 or text == faulty.alone(prompt)
+    assert seconds < 2 * TIMEOUT_S + MARGIN_S
+
+
+def test_f08_a_slow_write_longer_than_the_lease_completes(faulty: Faulty) -> None:
+    prompt = faulty.fresh(330)
+    faulty.testbed.call("slow", faulty.testbed.name(1), "12mbit")
+    status, text, _ = faulty.ask(faulty.router, prompt)
+    faulty.testbed.call("fast", faulty.testbed.name(1))
+    assert (status, text) == (200, faulty.alone(prompt))
+
+
+@pytest.mark.parametrize("cut", ["cut", "cut-oneway"])
+def test_f07_f27_the_link_is_cut_during_the_write_and_healed(faulty: Faulty, cut: str) -> None:
+    prompt = faulty.fresh(700)
+    one, two = faulty.testbed.names(2)
+    with ThreadPoolExecutor(1) as pool:
+        faulty.testbed.call("slow", one, "50mbit")
+        answer = pool.submit(faulty.ask, faulty.router, prompt)
+        time.sleep(1.0)
+        faulty.testbed.call(cut, one, two)
+        status, text, seconds = answer.result()
+    faulty.testbed.call("fast", one)
+    assert status != 200 or text == faulty.alone(prompt)
+    assert seconds < 2 * TIMEOUT_S + MARGIN_S
+    time.sleep(2)
+    faulty.testbed.call("heal", one, two)
+    # TCP's retransmission may take as long again as the cut before the old transfer ends and its blocks are free.
+    faulty.calm(within_s=60)
+
+
+def test_f25_prefill_is_killed_and_comes_back(faulty: Faulty) -> None:
+    prompt = faulty.fresh(700)
+    name = f"f25-{faulty.serial}"
+    params = faulty.decode_params()
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(faulty.prefill_leg, prompt, name)
+        answer = pool.submit(faulty.decode_leg, prompt, name, params=params)
+        time.sleep(0.2)
+        faulty.kill_instance(1)
+        status, _, seconds = answer.result()
+    assert status == 500
+    in_time(seconds)
+    # Decode goes on for ordinary requests.
+    assert complete(faulty.decode, "still here", model=MODEL)
+    # A leg with the old engine's identity fails soon too.
+    status, _, seconds = faulty.decode_leg(faulty.fresh(), f"f25b-{faulty.serial}", params=params)
+    assert status == 500
+    in_time(seconds)
+    result = faulty.cluster.pdctl("up", "--json", timeout=300)
+    assert result.code == 0, result.err
+    assert {i["name"]: i["action"] for i in result.json()["instances"]}["decode-0"] == "already-running"
+
+
+def test_f26_decode_is_killed_and_comes_back(faulty: Faulty) -> None:
+    prompt = faulty.fresh(700)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(faulty.ask, faulty.router, prompt)
+        time.sleep(0.2)
+        faulty.kill_instance(2)
+        status, _, seconds = answer.result()
+    assert status != 200
+    in_time(seconds)
+    result = faulty.cluster.pdctl("up", "--json", timeout=300)
+    assert result.code == 0, result.err
+
+
+def test_f19_life_signs_while_idle(faulty: Faulty) -> None:
+    ages = []
+    for _ in range(20):
+        with urllib.request.urlopen(f"{faulty.prefill}/health", timeout=5):
+            pass
+        ages.append(max(faulty.health(n)["writer"]["heartbeat_age_s"] for n in (1, 2)))
+        time.sleep(0.2)
+    assert max(ages) < 1.0
+
+
+def test_everything_at_once_under_load(faulty: Faulty) -> None:
+    """Half of the clients leave at random moments; the others get right answers."""
+    stop = threading.Event()
+
+    def leaver() -> None:
+        while not stop.is_set():
+            faulty.ask(faulty.router, text_of(200, random.random()), leave_after=random.uniform(0.01, 0.5))
+
+    leavers = [threading.Thread(target=leaver) for _ in range(2)]
+    for thread in leavers:
+        thread.start()
+    try:
+        faulty.works(12)
+    finally:
+        stop.set()
+        for thread in leavers:
+            thread.join()
