@@ -28,7 +28,8 @@ _NO_PYTHON = 94
 _GUARD = f"import sys;sys.version_info<{OLDEST_PYTHON}and sys.exit({_TOO_OLD});"
 
 # The system's own Python first: the first `python3` of a PATH may be a wrapper (pyenv, conda) that takes longer to
-# start than the agent takes to answer. A program that is missing or cannot be run (126, 127) is passed over.
+# start than the agent takes to answer. A program that is missing, cannot be run (126, 127) or does not know the
+# options (2, of Python 2) is passed over.
 _SYSTEM_PYTHONS = ("/usr/bin/python3", "python3")
 
 # Words of the node's own: @HOME@ and ~ are known only there. Everything else comes as arguments, so nothing is quoted.
@@ -38,7 +39,7 @@ _SCRIPT = (
     '"~/"*) python=$HOME/${python#"~/"};; "@HOME@"*) python=$HOME${python#"@HOME@"};; esac; '
     'command -v "$python" >/dev/null 2>&1 || continue; '
     '"$python" -I -S -c "$code"; status=$?; '
-    f'case $status in {_TOO_OLD}|126|127) ;; *) exit "$status";; esac; '
+    f'case $status in 2|{_TOO_OLD}|126|127) ;; *) exit "$status";; esac; '
     f"done; exit {_NO_PYTHON}"
 )
 

@@ -99,8 +99,8 @@ def _running(nodes: Nodes, fleet: Fleet, plan: ClusterPlan) -> tuple[list[Target
         by_host[instance.host].append(instance.name)
 
     def ask(host: str) -> list[Target]:
-        known, unknown = nodes.status(host, by_host[host])
-        return [Target(entry.name, host) for entry in (*known.values(), *unknown) if _has_processes(entry)]
+        found = nodes.status(host, by_host[host])
+        return [Target(entry.name, host) for entry in (*found.known.values(), *found.unknown) if _has_processes(entry)]
 
     targets: list[Target] = []
     unreachable: dict[str, str] = {}

@@ -87,6 +87,17 @@ class HttpRequest:
     headers: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float = 10.0
 
+    def as_request(self) -> dict[str, Any]:
+        """As the node agent wants it."""
+        body = {} if self.json is None else {"json": self.json}
+        return {
+            "method": self.method,
+            "url": self.url,
+            "headers": dict(self.headers),
+            "timeout_s": self.timeout_s,
+            **body,
+        }
+
 
 @dataclass(frozen=True)
 class HttpResponse:
@@ -108,6 +119,21 @@ class HttpResponse:
         if self.error is not None:
             return self.error
         return f"HTTP {self.status}: {' '.join(self.body.split())[:300]}"
+
+
+@dataclass(frozen=True)
+class NodeStatus:
+    """What one host says of a cluster's instances.
+
+    Attributes:
+        known: the instances that were asked for.
+        unknown: others found in the cluster's folder.
+        answers: answers to the HTTP requests, by instance; none for one that does not run.
+    """
+
+    known: Mapping[str, NodeInstance]
+    unknown: Sequence[NodeInstance]
+    answers: Mapping[str, Sequence[HttpResponse]]
 
 
 class ConnectHost(Protocol):
@@ -248,12 +274,34 @@ class Nodes:
             for name, news in reply["instances"].items()
         }
 
-    def status(self, host: str, names: Sequence[str]) -> tuple[dict[str, NodeInstance], list[NodeInstance]]:
-        """The named instances, and those found in the cluster's folder on the host that were not asked for."""
-        reply = self._call(host, "status", {"instances": list(names)}, work_s=15)
-        known = {name: _node_instance(name, entry) for name, entry in reply["instances"].items()}
-        unknown = reply.get("unknown") or {}
-        return known, [_node_instance(name, entry) for name, entry in sorted(unknown.items())]
+    def status(
+        self, host: str, names: Sequence[str], questions: Mapping[str, Sequence[HttpRequest]] | None = None
+    ) -> NodeStatus:
+        """The named instances, those that were not asked for, and what running ones answer to HTTP requests.
+
+        Args:
+            host: the host.
+            names: the instances to describe.
+            questions: requests by instance, made on the host if that instance runs, all at once.
+        """
+        questions = questions or {}
+        reply = self._call(
+            host,
+            "status",
+            {
+                "instances": list(names),
+                "http": {name: [request.as_request() for request in asked] for name, asked in questions.items()},
+            },
+            work_s=15 + max((request.timeout_s for asked in questions.values() for request in asked), default=0.0),
+        )
+        return NodeStatus(
+            known={name: _node_instance(name, entry) for name, entry in reply["instances"].items()},
+            unknown=[_node_instance(name, entry) for name, entry in sorted((reply.get("unknown") or {}).items())],
+            answers={
+                name: [_http_response(entry) for entry in entries]
+                for name, entries in (reply.get("http") or {}).items()
+            },
+        )
 
     def log(self, host: str, name: str, *, lines: int, offset: int | None, inode: int | None, wait_s: float) -> LogPart:
         """The last ``lines`` of a log, or what came after ``offset``, waiting up to ``wait_s`` for something new."""
@@ -279,29 +327,12 @@ class Nodes:
             host,
             "http",
             {
-                "requests": [
-                    {
-                        "method": r.method,
-                        "url": r.url,
-                        "headers": dict(r.headers),
-                        "timeout_s": r.timeout_s,
-                        **({} if r.json is None else {"json": r.json}),
-                    }
-                    for r in requests
-                ],
+                "requests": [request.as_request() for request in requests],
                 "parallel": parallel,
             },
             work_s=max(times, default=0.0) if parallel else sum(times),
         )
-        return [
-            HttpResponse(
-                status=entry.get("status"),
-                body=str(entry.get("body") or ""),
-                duration_s=float(entry.get("duration_s") or 0.0),
-                error=_http_error(entry.get("error")),
-            )
-            for entry in reply["responses"]
-        ]
+        return [_http_response(entry) for entry in reply["responses"]]
 
 
 @dataclass(frozen=True)
@@ -311,6 +342,17 @@ class LogPart:
     text: str
     offset: int
     inode: int | None
+
+
+def _http_response(entry: Mapping[str, Any] | None) -> HttpResponse:
+    if entry is None:
+        return HttpResponse(None, "", 0.0, "not sent: an earlier request failed")
+    return HttpResponse(
+        status=entry.get("status"),
+        body=str(entry.get("body") or ""),
+        duration_s=float(entry.get("duration_s") or 0.0),
+        error=_http_error(entry.get("error")),
+    )
 
 
 def _http_error(error: Mapping[str, Any] | None) -> str | None:

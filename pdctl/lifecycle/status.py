@@ -112,28 +112,20 @@ def status(plan: ClusterPlan, fleet: Fleet) -> ClusterStatus:
 def _ask(
     nodes: Nodes, host: str, instances: Sequence[InstancePlan], mode: str
 ) -> tuple[list[InstanceStatus], list[InstanceStatus]]:
-    known, unknown = nodes.status(host, [instance.name for instance in instances])
-    running = [i for i in instances if known[i.name].process == "running"]
-    answers: dict[str, tuple[HttpResponse, HttpResponse | None, list[HttpResponse]]] = {}
-    if running:
-        wanted: dict[str, list[HttpRequest]] = {}
-        for instance in running:
-            wanted[instance.name] = [HttpRequest("GET", f"{instance.url}/health", timeout_s=_HTTP_S)]
-            if instance.role != "router":
-                wanted[instance.name].append(HttpRequest("GET", f"{instance.url}/metrics", timeout_s=_HTTP_S))
-            if has_telemetry(instance, mode):
-                wanted[instance.name] += telemetry_requests(instance, "/healthz")
-        responses = iter(nodes.http(host, [r for requests in wanted.values() for r in requests], parallel=True))
-        for name, requests in wanted.items():
-            health, *rest = [next(responses) for _ in requests]
-            answers[name] = (health, rest[0] if rest else None, rest[1:])
-    return (
-        [
-            judge(instance, known[instance.name], *answers.get(instance.name, (None, None, ())))
-            for instance in instances
-        ],
-        [_unknown(host, entry) for entry in unknown if entry.process != "absent"],
-    )
+    questions: dict[str, list[HttpRequest]] = {}
+    for instance in instances:
+        questions[instance.name] = [HttpRequest("GET", f"{instance.url}/health", timeout_s=_HTTP_S)]
+        if instance.role != "router":
+            questions[instance.name].append(HttpRequest("GET", f"{instance.url}/metrics", timeout_s=_HTTP_S))
+        if has_telemetry(instance, mode):
+            questions[instance.name] += telemetry_requests(instance, "/healthz")
+    found = nodes.status(host, [instance.name for instance in instances], questions)
+    statuses = []
+    for instance in instances:
+        answers = list(found.answers.get(instance.name, ()))
+        health, metrics = ([*answers, None, None])[:2]
+        statuses.append(judge(instance, found.known[instance.name], health, metrics, answers[2:]))
+    return statuses, [_unknown(host, entry) for entry in found.unknown if entry.process != "absent"]
 
 
 def judge(

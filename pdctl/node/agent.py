@@ -1515,6 +1515,8 @@ def known_instances(cluster: str, processes: Dict[int, Process]) -> List[str]:
 def command_status(request: Request) -> Json:
     """Describe instances of a cluster (all with ``null``), and name those on this node that were not asked for.
 
+    ``http`` holds requests by instance; those of running instances are made, all at once.
+
     The memory of an instance is the sum over its processes: pages that they share count more than once.
     """
     cluster = request.name("cluster")
@@ -1522,11 +1524,19 @@ def command_status(request: Request) -> Json:
     log_lines = int(request.number("log_lines", 20, maximum=1000))
     for name in asked or []:
         checked_name(name, "instances")
+    questions = {
+        checked_name(name, "http"): [parse_http_request(item, index) for index, item in enumerate(items)]
+        for name, items in request.mapping("http", {}).items()
+    }
     processes = scan_processes()
     present = known_instances(cluster, processes)
     wanted = present if asked is None else asked
+    instances = {name: describe_instance(Instance(cluster, name), processes, log_lines) for name in wanted}
+    running = [name for name in questions if instances.get(name, {}).get("process") == "running"]
+    answers = iter(run_http_requests([q for name in running for q in questions[name]], HTTP_MAX_IN_FLIGHT, False))
     return {
-        "instances": {name: describe_instance(Instance(cluster, name), processes, log_lines) for name in wanted},
+        "instances": instances,
+        "http": {name: [next(answers) for _ in questions[name]] for name in running},
         "unknown": {
             name: describe_instance(Instance(cluster, name), processes, 0) for name in present if name not in wanted
         },

@@ -845,6 +845,39 @@ def test_status_shows_instances_that_nobody_asked_for(node: Node) -> None:
     assert node.call("status", cluster="other", instances=None)["instances"] == {}
 
 
+def test_status_asks_running_instances_over_http(node: Node) -> None:
+    first, second = Dummy(node), Dummy(node, name="decode-0")
+    first.start()
+    requests = {
+        name: [{"method": "GET", "url": f"http://127.0.0.1:{dummy.port}{path}", "timeout_s": 5} for path in paths]
+        for name, dummy, paths in (("prefill-0", first, ("/health", "/other")), ("decode-0", second, ("/health",)))
+    }
+    result = node.call("status", cluster="c", instances=["prefill-0", "decode-0"], http=requests)
+    assert [answer["status"] for answer in result["http"]["prefill-0"]] == [200, 200]
+    assert "decode-0" not in result["http"]
+
+
+def test_only_the_launch_that_started_an_instance_cleans_it_up(node: Node) -> None:
+    dummy = Dummy(node)
+    dummy.start(launch_id="ours")
+    stop = {"cluster": "c", "instance": "prefill-0", "grace_s": 10, "kill_grace_s": 10}
+    assert node.call("stop", **stop, only_launch_id="theirs")["action"] == "not-running"
+    assert dummy.status()["process"] == "running"
+    assert node.call("stop", **stop, only_launch_id="ours")["action"] == "stopped"
+    assert node.call("stop", **stop, only_launch_id="ours")["action"] == "not-running"
+
+
+def test_the_gate_is_closed_again_by_a_start(node: Node) -> None:
+    dummy = Dummy(node)
+    assert node.fail("open", cluster="c", instance="prefill-0")["code"] == "not-found"
+    dummy.start()
+    node.call("open", cluster="c", instance="prefill-0")
+    assert (dummy.folder / "gate").exists()
+    dummy.stop()
+    dummy.start()
+    assert not (dummy.folder / "gate").exists()
+
+
 # --------------------------------------------------------------------------------------------------------- observe
 
 
