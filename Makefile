@@ -15,7 +15,7 @@ SETUP = $(or $(PYTHON),$(error no Python 3 found on PATH; install one, or say ma
 SOURCES := pdctl connector scripts tests
 ARGS ?=
 
-.PHONY: help demo demo-down setup test test-fast lint format clean distclean
+.PHONY: help demo demo-down setup test test-fast soak lint format clean distclean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -37,6 +37,10 @@ test:  ## run all tests (installs what they need; ARGS="-k word" narrows)
 test-fast:  ## run the unit tests alone (no vLLM needed; seconds)
 	@$(SETUP) --with dev
 	"$(BIN)/python" -m pytest tests/unit -m "not e2e" $(ARGS)
+
+soak:  ## ten minutes of mixed traffic with a fault every 20 s (part of `make test` for two minutes)
+	@$(SETUP) --with cpu --with dev
+	PDCTL_SOAK_S=600 "$(BIN)/python" -m pytest tests/e2e/test_soak.py -s $(ARGS)
 
 lint:  ## check format, lint and types; changes nothing
 	@$(SETUP) --with dev

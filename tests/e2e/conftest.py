@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.cluster import REPOSITORY, RUNTIME_PYTHON, Cluster
+from tests.e2e.faulty import LEASE_S, TIMEOUT_S, Faulty
 from tests.testbed.hosts import Testbed
 
 AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
@@ -120,3 +121,37 @@ def local_cluster(runtime: str, demo_model: Path, tmp_path_factory: pytest.TempP
     cluster.file.write_text(text.replace("port: 8000", "port: 8010"))
     yield cluster
     cluster.pdctl("down", "--force")
+
+
+@pytest.fixture(scope="session")
+def faulty(
+    runtime: str, demo_model: Path, testbed: Testbed, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Faulty]:
+    file = tmp_path_factory.mktemp("faults") / "cluster.yaml"
+    options = "enforce-eager: true, dtype: float32, max-model-len: 4096, served-model-name: demo"
+    file.write_text(
+        f"""\
+cluster: e2e-faults
+model: {demo_model}
+accelerator: cpu
+fabric: tcp
+python: {runtime}
+transfer: {{timeout_s: {TIMEOUT_S}, lease_s: {LEASE_S}}}
+env: {{VLLM_CPU_KVCACHE_SPACE: "1", VLLM_CPU_OMP_THREADS_BIND: nobind, OMP_NUM_THREADS: "1"}}
+prefill:
+  hosts: [{{name: {testbed.name(1)}, address: {testbed.address(1)}}}]
+  vllm_args: {{{options}}}
+decode:
+  hosts: [{{name: {testbed.name(2)}, address: {testbed.address(2)}}}]
+  vllm_args: {{{options}, num-gpu-blocks-override: 60}}
+router: {{host: {testbed.name(1)}, port: 8000}}
+"""
+    )
+    cluster = Cluster(file, {"PDCTL_SSH_CONFIG": str(testbed.ssh_config)})
+    made = Faulty(cluster, testbed)
+    result = cluster.pdctl("up", "--json", timeout=400)
+    try:
+        assert result.code == 0, result.err
+        yield made
+    finally:
+        cluster.pdctl("down", "--force", timeout=120)
