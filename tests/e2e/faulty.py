@@ -93,6 +93,12 @@ class Faulty:
         out = self.testbed.call("exec", self.testbed.name(number), "curl", "-s", "-m", "5", f"127.0.0.1:{port}/healthz")
         return json.loads(out)
 
+    def posted(self) -> bool:
+        """True while a WRITE is in flight."""
+        url = "127.0.0.1:18100/transfers?state=inflight"
+        out = json.loads(self.testbed.call("exec", self.testbed.name(1), "curl", "-s", "-m", "5", url))
+        return any(record["stage"] == "posted" for record in out["transfers"])
+
     def outcomes(self, number: int) -> dict[str, int]:
         return self.health(number)["transfers"]["outcomes"]
 
