@@ -95,7 +95,7 @@ def main() -> None:
     # A supervisor's SIGTERM deserves the same clean-up as Ctrl-C.
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        code = cli.main(standalone_mode=False)
+        code = cli.main(prog_name="pdctl", standalone_mode=False)
     except click.exceptions.Abort:
         click.echo("interrupted", err=True)
         code = INTERRUPTED

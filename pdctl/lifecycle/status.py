@@ -184,7 +184,7 @@ def _state(node: NodeInstance, health: HttpResponse | None) -> tuple[str, str]:
     if health is not None and health.ok:
         return "ready", ""
     reader = LogReader()
-    reader.feed(node.log_tail)
+    reader.feed(node.log_tail + "\n")
     phase = reader.phase.value
     if phase not in ("ready", "serving"):
         return "booting", f"{phase}{f' ({reader.detail})' if reader.detail else ''}"
