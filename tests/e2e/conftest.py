@@ -140,7 +140,7 @@ transfer: {{timeout_s: {TIMEOUT_S}, lease_s: {LEASE_S}}}
 env: {{VLLM_CPU_KVCACHE_SPACE: "1", VLLM_CPU_OMP_THREADS_BIND: nobind, OMP_NUM_THREADS: "1"}}
 prefill:
   hosts: [{{name: {testbed.name(1)}, address: {testbed.address(1)}}}]
-  vllm_args: {{{options}}}
+  vllm_args: {{{options}, num-gpu-blocks-override: 200}}
 decode:
   hosts: [{{name: {testbed.name(2)}, address: {testbed.address(2)}}}]
   vllm_args: {{{options}, num-gpu-blocks-override: 60}}

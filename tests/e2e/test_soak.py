@@ -123,8 +123,9 @@ def test_soak(faulty: Faulty) -> None:
     faulty.calm(within_s=60)
     faulty.works()
     assert complete(faulty.router, "after the soak", model=MODEL)
+    # The KV cache is memory that is touched as it is first used: 100 MiB on prefill here. A leak grows beyond that.
     grown = [after["rss_bytes"] - before for after, before in zip(instances(faulty), memory, strict=True)]
-    assert max(grown) < 400 * 2**20, grown
+    assert max(grown) < 300 * 2**20, grown
 
 
 def instances(faulty: Faulty) -> list[dict]:
