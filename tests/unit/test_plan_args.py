@@ -180,6 +180,7 @@ def test_push_configuration() -> None:
             "pdctl": {
                 "timeout_s": 12.5,
                 "telemetry_host": "127.0.0.1",
+                "progress_thread": False,
                 "telemetry_port": 18100,
                 "cluster": "qwen3",
                 "instance": "prefill-1",
@@ -216,6 +217,7 @@ def test_more_connector_options() -> None:
     assert config["pdctl"] == {
         "timeout_s": 30.0,
         "telemetry_host": "0.0.0.0",
+        "progress_thread": False,
         "late": 1,
         "telemetry_port": 18100,
         "cluster": "qwen3",
@@ -250,8 +252,11 @@ def test_bidirectional_transfer_is_fine_in_pull_mode() -> None:
 def test_router_command() -> None:
     hosts = [{"name": "b", "address": "10.0.0.2"}, {"name": "a", "address": "10.0.0.1"}]
     data = changed(prefill={"hosts": hosts}, router={"policy": "cache_aware", "args": {"queue-size": 5, "dry": False}})
-    assert planned(data).router.argv == (
-        "python3", "-m", "vllm_router.launch_router", "--host", "p1", "--port", "8000", "--vllm-pd-disaggregation",
+    argv = planned(data).router.argv
+    assert argv[:2] == ("python3", "-c")
+    compile(argv[2], "gate", "exec")
+    assert argv[3:] == (
+        "vllm_router.launch_router", "--host", "p1", "--port", "8000", "--vllm-pd-disaggregation",
         "--prefill", "http://10.0.0.1:8100", "--prefill", "http://10.0.0.2:8100", "--decode", "http://d1:8200",
         "--policy", "cache_aware", "--prometheus-host", "127.0.0.1", "--prometheus-port", "29000", "--queue-size", "5",
     )  # fmt: skip
@@ -382,3 +387,12 @@ def test_tensor_parallel_sizes_that_do_not(prefill: int, decode: int) -> None:
 
 def test_the_base_of_these_tests_is_fine() -> None:
     planned(BASE)
+
+
+@pytest.mark.parametrize(("fabric", "wanted"), [("tcp", False), ("efa", True), ("infiniband", True)])
+def test_the_progress_thread_is_off_over_tcp_alone(fabric: str, wanted: bool) -> None:
+    config = transfer_config(planned(changed(fabric=fabric)).prefill[0])["kv_connector_extra_config"]
+    assert config["pdctl"]["progress_thread"] is wanted
+    own = {"extra": {"pdctl": {"progress_thread": not wanted}}}
+    config = transfer_config(planned(changed(fabric=fabric, transfer=own)).prefill[0])["kv_connector_extra_config"]
+    assert config["pdctl"]["progress_thread"] is not wanted

@@ -70,7 +70,12 @@ def test_what_the_presets_are_for():
     assert local.decode.hosts[0].is_local
     assert local.env == {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     for role in (local.prefill, local.decode):
-        assert role.vllm_args == {"enforce-eager": True, "dtype": "float32", "max-model-len": 4096}
+        assert role.vllm_args == {
+            "served-model-name": "demo",
+            "enforce-eager": True,
+            "dtype": "float32",
+            "max-model-len": 4096,
+        }
     efa = read("p5en-efa")
     assert (efa.model, efa.accelerator, efa.fabric) == ("Qwen/Qwen3-32B", "cuda", "efa")
     assert (efa.prefill.tensor_parallel, efa.decode.tensor_parallel) == (8, 8)
