@@ -36,7 +36,7 @@ test:  ## run all tests (installs what they need; ARGS="-k word" narrows)
 
 test-fast:  ## run the unit tests alone (no vLLM needed; seconds)
 	@$(SETUP) --with dev
-	"$(BIN)/python" -m pytest tests/unit -m "not e2e" $(ARGS)
+	"$(BIN)/python" -m pytest tests/unit -m "not e2e and not slow" -n 2 -q $(ARGS)
 
 soak:  ## ten minutes of mixed traffic with a fault every 20 s (part of `make test` for two minutes)
 	@$(SETUP) --with cpu --with dev

@@ -59,19 +59,28 @@ class UpstreamClass:
 CONNECTOR = UpstreamClass(
     module=f"{_NIXL}.connector",
     name="NixlPushConnector",
+    called={
+        # By vLLM; its default hands the pool on to bind_gpu_block_pool.
+        "bind_kv_cache_manager": "kv_cache_manager",
+    },
     overridden={
         "__init__": "vllm_config role kv_cache_config",
-        "start_load_kv": "forward_context kwargs",
         "bind_connector_metadata": "connector_metadata",
         "bind_gpu_block_pool": "gpu_block_pool",
         "build_connector_worker_meta": "",
+        # Not overridden: they hand these to the two sides.
+        "build_connector_meta": "scheduler_output",
+        "get_block_ids_with_load_errors": "",
+        "get_num_new_matched_tokens": "request num_computed_tokens",
         "get_transfer_results": "finished_req_ids",
-        "handle_preemptions": "kv_connector_metadata",
         "has_pending_push_work": "",
+        "on_new_request": "request",
         "request_finished_all_groups": "request block_ids",
         "set_xfer_handshake_metadata_pp_aware": "metadata",
         "shutdown": "",
+        "start_load_kv": "forward_context kwargs",
         "update_connector_output": "connector_output",
+        "update_state_after_alloc": "request blocks num_external_tokens",
     },
     attributes=("connector_scheduler", "connector_worker", "engine_id", "kv_transfer_config", "kv_cache_config"),
 )
@@ -82,7 +91,7 @@ SCHEDULER = UpstreamClass(
     called={
         "get_exchange_clipped_blocks": "block_ids",
         "_get_remote_prefill_token_count": "num_prompt_tokens",
-        "_stop_heartbeat": "req_id",
+        "_truncate_request_for_prefill": "request",
     },
     overridden={
         "__init__": "vllm_config engine_id kv_cache_config",
@@ -92,30 +101,20 @@ SCHEDULER = UpstreamClass(
         "on_new_request": "request",
         "request_finished": "request block_ids",
         "set_xfer_handshake_metadata": "metadata",
-        "shutdown": "",
         "update_connector_output": "connector_output",
         "update_state_after_alloc": "request blocks num_external_tokens",
         "_nixl_handshake_listener": "encoded_data ready_event stop_event host port",
     },
     attributes=(
-        "block_size",
         "engine_id",
-        "kv_cache_config",
         "side_channel_host",
         "side_channel_port",
         "transfer_tp_size",
+        "use_host_buffer",
         "vllm_config",
-        "_finished_request_blocks",
-        "_kv_lease_duration",
-        "_newly_finished_push_blocks",
         "_nixl_handshake_listener_t",
-        "_push_pending_registrations",
-        "_push_registration_deadlines",
-        "_reqs_in_batch",
         "_reqs_need_recv",
-        "_reqs_need_send",
-        "_reqs_not_processed",
-        "_stop_event",
+        "_reqs_need_save",
     ),
     # vllm-router recognises a push instance by it.
     constants={"_TRANSFER_MODE": "push"},
@@ -125,76 +124,81 @@ WORKER = UpstreamClass(
     module=f"{_NIXL}.push_worker",
     name="NixlPushConnectorWorker",
     called={
-        "_as_grouped_block_ids": "block_ids",
-        "_cleanup_remote_engine": "engine_id",
-        "_ensure_handshake": "engine_id host port tp_size dcp_size pp_size notif_agents_only",
-        "_evict_stale_engines": "",
-        "_handle_heartbeat": "payload",
-        "_log_failure": "failure_type req_id msg error",
+        "_cleanup_remote_engine": "engine_id log_eviction",
         "_logical_to_kernel_block_ids": "block_ids ratio",
+        "_nixl_handshake": (
+            "host port remote_tp_size expected_engine_id remote_dcp_size remote_pp_size notif_agents_only"
+        ),
         "_xfer_blocks_for_req": "req_id meta",
     },
     overridden={
         "__init__": "vllm_config engine_id kv_cache_config",
         "add_remote_agent": "nixl_agent_meta remote_tp_rank remote_tp_size remote_dcp_size",
+        "get_block_ids_with_load_errors": "",
         "get_transfer_results": "",
         "register_kv_caches": "kv_caches",
         "shutdown": "",
         "start_load_kv": "metadata",
-        "_do_send_reg_notif": "req_id reg_data",
-        "_do_start_push_kv": "request_id local_block_ids registration_data",
+        "_add_notif_only_remote_agent": "metadata remote_tp_size remote_dcp_size",
         "_get_new_notifs": "",
+        # Not overridden: what they do between our call and NIXL is relied on.
         "_handle_failed_transfer": "req_id handle failed_req_ids record_failed_transfer",
-        "_handle_push_reg_notif": "notif",
-        "_nixl_handshake": (
-            "host port remote_tp_size expected_engine_id remote_dcp_size remote_pp_size notif_agents_only"
-        ),
         "_pop_done_transfers": "transfers",
-        "_pop_matching_finished_blocks": "request_id",
-        "_pop_matching_registration": "request_id",
-        "_push_writer_loop": "",
-        "_send_heartbeats": "metadata",
-        "_send_registration_to_p": "req_id reg_data",
         "_xfer_blocks": (
             "read_spec dst_engine_id request_id remote_request_id local_xfer_side_handle remote_xfer_side_handle"
         ),
     },
     attributes=(
+        "block_size",
         "dst_num_blocks",
-        "dst_xfer_side_handles",
         "engine_id",
         "nixl_wrapper",
-        "num_blocks",
-        "tp_mappings",
+        "pp_size",
         "tp_rank",
         "transfer_topo",
         "world_size",
         "xfer_stats",
-        "_engine_last_active",
+        "_engine_clock_offset",
+        "_engine_ttl",
         "_failed_recv_reqs",
-        "_handshake_futures",
+        "_handshake_initiation_executor",
         "_handshake_lock",
-        "_invalid_block_ids",
+        "_mixed_mem_types",
         "_physical_blocks_per_logical_kv_block",
-        "_push_writer_stop",
-        "_push_writer_thread",
-        "_push_writer_wake",
         "_recving_metadata",
         "_recving_transfers",
         "_remote_agents",
-        "_reqs_to_process",
-        "_reqs_to_send",
         "_send_failures",
         "_sending_transfers",
         "_sending_transfers_lock",
     ),
+    # Replaced by ours, which is another word in the handshake's hash; that a word is all it is, is relied on.
     constants={"_TRANSFER_MODE": "push"},
+)
+
+BASE_WORKER = UpstreamClass(
+    module=f"{_NIXL}.base_worker",
+    name="NixlBaseConnectorWorker",
+    called={
+        "get_block_ids_with_load_errors": "",
+        "get_transfer_results": "",
+        "register_kv_caches": "kv_caches",
+        "shutdown": "",
+    },
+    # Its clean-up of engines is for this word alone.
+    constants={"_TRANSFER_MODE": "pull"},
 )
 
 RELIED_ON: tuple[UpstreamClass, ...] = (
     CONNECTOR,
     SCHEDULER,
     WORKER,
+    BASE_WORKER,
+    UpstreamClass(
+        module=f"{_NIXL}.connector",
+        name="NixlBaseConnector",
+        called={"__init__": "vllm_config role kv_cache_config"},
+    ),
     UpstreamClass(
         module=f"{_NIXL}.metadata",
         name="ReqMeta",
@@ -206,9 +210,42 @@ RELIED_ON: tuple[UpstreamClass, ...] = (
         called={"__init__": "block_ids host port engine_id request_id"},
     ),
     UpstreamClass(
+        module=f"{_NIXL}.metadata",
+        name="NixlConnectorMetadata",
+        called={"add_new_req_to_recv": "request_id local_block_ids kv_transfer_params"},
+        attributes=("reqs_to_recv",),
+    ),
+    UpstreamClass(
+        module=f"{_NIXL}.stats",
+        name="NixlKVConnectorStats",
+        called={
+            "record_failed_handshake": "",
+            "record_failed_notification": "",
+            "record_failed_transfer": "",
+            "record_transfer": "res",
+        },
+    ),
+    UpstreamClass(
+        module="vllm.distributed.kv_transfer.kv_connector.utils",
+        name="TransferTopology",
+        called={"get_engine_info": "remote_engine_id"},
+    ),
+    UpstreamClass(
+        module="vllm.distributed.kv_transfer.kv_connector.utils",
+        name="EngineTransferInfo",
+        called={
+            "__init__": "remote_tp_size remote_block_len remote_block_size remote_physical_blocks_per_logical",
+        },
+    ),
+    UpstreamClass(
         module=f"{_V1}.base",
         name="KVConnectorTransferResults",
         called={"__init__": "finished_sending finished_recving failed_recving"},
+    ),
+    UpstreamClass(
+        module=f"{_V1}.base",
+        name="KVConnectorWorkerMetadata",
+        overridden={"aggregate": "other"},
     ),
     UpstreamClass(
         module="vllm.v1.core.block_pool",

@@ -42,26 +42,27 @@ class PdPushConnector(NixlPushConnector):
         _refuse_what_upstream_refuses_by_name(vllm_config)
         # Upstream's constructor would make its own scheduler or worker, with an agent and threads: one level up then.
         NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
-        _refuse_what_upstream_refuses(vllm_config)
+        _refuse_what_cannot_be_transferred(vllm_config)
         self.connector_scheduler: Any = None
         self.connector_worker: Any = None
+        try:
+            if role == KVConnectorRole.SCHEDULER:
+                from .scheduler import PdPushScheduler as Side
+            else:
+                from .worker import PdPushWorker as Side
+        except ImportError as error:
+            raise compat.import_failed(error) from error
+        side: Any = Side(vllm_config, self.engine_id, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
-            from .scheduler import PdPushScheduler
-
-            self.connector_scheduler = PdPushScheduler(vllm_config, self.engine_id, kv_cache_config)
+            self.connector_scheduler = side
         else:
-            from .worker import PdPushWorker
-
-            self.connector_worker = PdPushWorker(vllm_config, self.engine_id, kv_cache_config)
+            self.connector_worker = side
         compat.check_instance(self, compat.CONNECTOR)
-        if self.connector_scheduler is not None:
-            compat.check_instance(self.connector_scheduler, compat.SCHEDULER)
-        if self.connector_worker is not None:
-            compat.check_instance(self.connector_worker, compat.WORKER)
+        compat.check_instance(side, compat.SCHEDULER if role == KVConnectorRole.SCHEDULER else compat.WORKER)
         # pdctl looks for this line in the instance's log.
         logger.info("PdPushConnector %s (pdctl) role=%s engine=%s", __version__, role.name.lower(), self.engine_id)
 
-    # --- scheduler side --------------------------------------------------------------------------------------------------
+    # --- scheduler side ----------------------------------------------------------------------------------------------
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Blocks that a late WRITE may touch are kept out of use in this pool."""
@@ -69,7 +70,7 @@ class PdPushConnector(NixlPushConnector):
         if self.connector_scheduler is not None:
             self.connector_scheduler.bind_block_pool(gpu_block_pool)
 
-    # --- worker side -----------------------------------------------------------------------------------------------------
+    # --- worker side -------------------------------------------------------------------------------------------------
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """Hand the step's news to the writer before the forward: on CPU, `start_load_kv` comes only after it."""
@@ -95,9 +96,12 @@ class PdPushConnector(NixlPushConnector):
         return False
 
 
-def _refuse_what_upstream_refuses(vllm_config: VllmConfig) -> None:
+def _refuse_what_cannot_be_transferred(vllm_config: VllmConfig) -> None:
     if vllm_config.parallel_config.decode_context_parallel_size > 1:
         raise ValueError("PdPushConnector does not support decode_context_parallel_size > 1, as upstream's push mode.")
+    if getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1) > 1:
+        # Ranks that hold the same KV would all write it, and decode could not tell when the last one is done.
+        raise ValueError("PdPushConnector does not support prefill_context_parallel_size > 1.")
 
 
 def _refuse_what_upstream_refuses_by_name(vllm_config: VllmConfig) -> None:

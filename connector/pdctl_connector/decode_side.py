@@ -1,19 +1,24 @@
 """The decode side of transfers as a state machine: events in, transport calls and results out. No thread, no vLLM.
 
-A request is *settled* when the engine may go on with it (KV received, or failed), and *fenced* when it is certain that no
-WRITE can touch its blocks any more. Usually both at once. When prefill does not answer, a request is settled first and
-its blocks stay out of use until it is fenced.
+A request is *settled* when the engine may go on with it (KV received, or failed), and *fenced* when it is certain that
+no WRITE can touch its blocks any more. Usually both at once. When prefill does not answer, a request is settled first
+and its blocks stay out of use until it is fenced.
+
+A method that raises has met a bug, here or in the transport: the request it was about is failed or left to its
+deadline, every other one has been served, and the caller counts the exception.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol
 
 from . import wire
 from .ledger import Ledger, Outcome
+from .rounds import Round
 from .step import GivenUp, Peer, Receive
 
 logger = logging.getLogger("vllm.pdctl_connector.decode_side")
@@ -21,6 +26,14 @@ logger = logging.getLogger("vllm.pdctl_connector.decode_side")
 HEARTBEAT_S: Final = 2.0
 CANCEL_AGAIN_S: Final = 2.0
 GONE_CHECK_S: Final = 2.0
+REGISTER_AGAIN_S: Final = 5.0
+"""A registration that nothing is heard of for so long is sent again: it, or the answer, may be lost."""
+NOTICES_LIMIT: Final = 4096
+"""Messages without an answer that wait for a connection. Beyond, prefill's lease does what they would have."""
+HEARTBEAT_KEYS: Final = wire.MAX_HEARTBEAT_KEYS // 2
+"""Keys in one heartbeat: as long as they may be, they fit into a message."""
+
+_UNFIT: Final = "this transfer cannot be registered"
 
 PeerState = Literal["ready", "connecting", "failed"]
 
@@ -35,7 +48,11 @@ class Transport(Protocol):
         """Why the connection failed, for people."""
 
     def tell(self, peer: Peer, message: wire.Message) -> bool:
-        """Send to the ranks of a connected engine; False if it is lost."""
+        """Send to the ranks of a connected engine; False if it is lost.
+
+        Raises:
+            wire.WireError: the message is outside its limits; it was sent to nobody.
+        """
 
     def gone(self, peer: Peer) -> bool:
         """True when it is certain that the engine's process does not exist any more. Begins looking; does not wait."""
@@ -64,17 +81,42 @@ class Settled:
 
 @dataclass
 class _Record:
+    """A request with blocks that a WRITE may touch, or may be asked to.
+
+    Attributes:
+        want: what the engine asked for.
+        begun: when.
+        progress_at: when something was last heard that is progress.
+        told_at: when the registration was last sent.
+        registered: whether it was ever sent; from then on only a fence frees the blocks.
+        settled: whether the engine was told to go on.
+        given_up: whether the client left.
+        cancel_told_at: when prefill was last asked to cancel.
+        spoken: prefill rank -> how it ended.
+        writers: how many prefill ranks there are to hear of, as they say.
+        bytes: written by those that are done.
+        reason: why one of them failed.
+    """
+
     want: Receive
     begun: float
     progress_at: float
+    told_at: float = -math.inf
     registered: bool = False
     settled: bool = False
     given_up: bool = False
-    cancel_told_at: float | None = None
+    cancel_told_at: float = -math.inf
     spoken: dict[int, str] = field(default_factory=dict)
     writers: int | None = None
     bytes: int = 0
     reason: str = ""
+
+
+@dataclass(frozen=True)
+class _Notice:
+    peer: Peer
+    message: wire.Message
+    until: float
 
 
 class DecodeSide:
@@ -112,10 +154,10 @@ class DecodeSide:
         self._by_key: dict[tuple[str, int], _Record] = {}
         self._settled: list[Settled] = []
         self._fenced: list[str] = []
-        self._zero: OrderedDict[str, tuple[Receive, float]] = OrderedDict()
+        self._notices: OrderedDict[tuple[str, str], _Notice] = OrderedDict()
         self._waiting: dict[str, Peer] = {}
-        self._heartbeat_at = 0.0
-        self._gone_check_at = 0.0
+        self._heartbeat_at = -math.inf
+        self._gone_check_at = -math.inf
 
     # What the writer asks.
 
@@ -132,7 +174,7 @@ class DecodeSide:
     @property
     def expecting(self) -> bool:
         """True while a message is expected: look often."""
-        return bool(self._records or self._zero)
+        return bool(self._records or self._notices)
 
     # Events from the engine.
 
@@ -140,12 +182,20 @@ class DecodeSide:
         """Blocks are set aside (or none are needed): tell prefill."""
         self._waiting.pop(event.key, None)
         if not any(event.block_ids):
-            self._zero[event.request_id] = (event, now)
-            self._send_zero(now)
+            request_id = wire.clip(event.request_id)
+            zero = wire.RegisterZero(event.key, event.attempt, self._engine_id, request_id)
+            self._notify(event.request_id, event.peer, zero, now)
             return
         if event.request_id in self._records:
+            logger.error("request %s is set up for a transfer twice", event.request_id)
             return
         record = _Record(event, begun=now, progress_at=now)
+        if (event.key, event.attempt) in self._by_key:
+            # Answers could not be told apart, and the other one's DONE would count for this one.
+            reason = f"another transfer is attempt {event.attempt} of {event.key}"
+            logger.error("request %s: %s", event.request_id, reason)
+            self._settled.append(Settled(event.request_id, ok=False, fenced=True, reason=reason))
+            return
         self._records[event.request_id] = record
         self._by_key[event.key, event.attempt] = record
         self._ledger.open(
@@ -173,8 +223,7 @@ class DecodeSide:
                 self._cancel(record, now)
             return
         # It never had blocks here: prefill may give its own up at once.
-        if self._transport.reach(event.peer) == "ready":
-            self._transport.tell(event.peer, self._cancel_message(event.key, event.attempt))
+        self._notify(event.request_id, event.peer, self._cancel_message(event.key, event.attempt), now)
 
     def on_waiting(self, waiting: dict[str, Peer]) -> None:
         """Requests that still wait for blocks here."""
@@ -187,7 +236,8 @@ class DecodeSide:
         if not isinstance(message, wire.Done | wire.Failed | wire.CancelAck | wire.Alive):
             return "misplaced"
         record = self._by_key.get((message.key, message.attempt))
-        if record is None:
+        if record is None or not record.registered:
+            # Nobody can have an answer to what was never asked.
             return "unknown"
         if isinstance(message, wire.Alive):
             if not record.settled and not record.given_up:
@@ -221,38 +271,22 @@ class DecodeSide:
 
     def tick(self, now: float) -> None:
         """Connections, deadlines, repetitions. Call after the messages that have arrived."""
-        self._send_zero(now)
-        for record in list(self._records.values()):
-            if not record.registered and not record.settled:
-                self._register(record, now)
-            if record.settled or record.given_up:
-                self._chase(record, now)
-            elif now - record.progress_at > self._timeout_s:
-                stage = "registered" if record.registered else "not yet registered"
-                self._settle(
-                    record,
-                    "timed_out",
-                    f"no progress for {self._timeout_s:.0f} s ({stage} with {record.want.peer.engine_id})",
-                    now,
-                    fenced=not record.registered,
-                )
-                if record.registered:
-                    self._cancel(record, now)
-        if now - self._heartbeat_at >= HEARTBEAT_S:
-            self._heartbeat_at = now
-            self._heartbeat(now)
-        if now - self._gone_check_at >= GONE_CHECK_S:
-            self._gone_check_at = now
-            for record in list(self._records.values()):
-                # Only where something is wrong already: a lost connection, or no answer.
-                lost = record.registered and self._transport.reach(record.want.peer) != "ready"
-                if (lost or record.settled or record.given_up) and self._transport.gone(record.want.peer):
-                    self._peer_gone(record, now)
+        with Round() as served:
+            served.each(self._notices, lambda name: self._send_notice(name, now))
+            served.each(self._records.values(), lambda record: self._look_after(record, now))
+            if now - self._heartbeat_at >= HEARTBEAT_S:
+                self._heartbeat_at = now
+                served.each(self._keys_by_peer().items(), lambda entry: self._heartbeat(*entry))
+            if now - self._gone_check_at >= GONE_CHECK_S:
+                self._gone_check_at = now
+                served.each(self._doubtful().items(), lambda entry: self._check_gone(*entry, now))
 
     def postpone(self, seconds: float) -> None:
-        """This process was stopped for so long: no deadline may pass because of it."""
+        """This process was stopped for so long: no deadline may pass because of it. Call before the messages."""
         for record in self._records.values():
             record.progress_at += seconds
+        for name, notice in self._notices.items():
+            self._notices[name] = _Notice(notice.peer, notice.message, notice.until + seconds)
 
     def peer_lost(self, engine_id: str, detail: str, now: float) -> None:
         """The connection to a prefill engine broke. What was registered there will not come over it."""
@@ -294,7 +328,28 @@ class DecodeSide:
                 fenced=True,
             )
             return
-        message = wire.Register(
+        try:
+            message = self._register_message(want)
+        except ValueError as error:
+            self._settle(record, "failed", f"{_UNFIT}: {error}", now, fenced=True)
+            return
+        # Before sending: with several prefill ranks some may have got it even if the sending fails. And a transport
+        # that finds the peer lost settles the record at once.
+        record.registered = True
+        record.told_at = now
+        self._ledger.advance("decode", want.key, want.attempt, "registered")
+        try:
+            told = self._transport.tell(want.peer, message)
+        except wire.WireError as error:
+            self._settle(record, "failed", f"{_UNFIT}: {error}", now, fenced=True)
+            return
+        if not told and not record.settled:
+            self._settle(
+                record, "failed", f"lost the prefill engine {want.peer.engine_id} while registering", now, fenced=False
+            )
+
+    def _register_message(self, want: Receive) -> wire.Register:
+        return wire.Register(
             key=want.key,
             attempt=want.attempt,
             engine_id=self._engine_id,
@@ -308,13 +363,6 @@ class DecodeSide:
             prompt_tokens=want.tokens,
             token_hash=want.token_hash,
         )
-        # Before sending: with several prefill ranks some may have got it even if the sending fails.
-        record.registered = True
-        self._ledger.advance("decode", want.key, want.attempt, "registered")
-        if not self._transport.tell(want.peer, message) and not record.settled:
-            self._settle(
-                record, "failed", f"lost the prefill engine {want.peer.engine_id} while registering", now, fenced=False
-            )
 
     def _conclude(self, record: _Record, now: float) -> None:
         if record.writers is None or len(record.spoken) < record.writers:
@@ -357,12 +405,38 @@ class DecodeSide:
         if self._by_key.get((record.want.key, record.want.attempt)) is record:
             del self._by_key[record.want.key, record.want.attempt]
 
+    def _look_after(self, record: _Record, now: float) -> None:
+        if self._records.get(record.want.request_id) is not record:
+            # Over since this round began: another one's message found the peer lost.
+            return
+        if not record.registered:
+            self._register(record, now)
+        if self._records.get(record.want.request_id) is not record:
+            return
+        if record.settled or record.given_up:
+            self._chase(record, now)
+        elif now - record.progress_at > self._timeout_s:
+            stage = "registered" if record.registered else "not yet registered"
+            self._settle(
+                record,
+                "timed_out",
+                f"no progress for {self._timeout_s:.0f} s ({stage} with {record.want.peer.engine_id})",
+                now,
+                fenced=not record.registered,
+            )
+            if record.registered:
+                self._cancel(record, now)
+        elif record.registered and now - max(record.progress_at, record.told_at) >= REGISTER_AGAIN_S:
+            record.told_at = now
+            if self._transport.reach(record.want.peer) == "ready":
+                self._transport.tell(record.want.peer, self._register_message(record.want))
+
     def _chase(self, record: _Record, now: float) -> None:
         """Ask again until prefill has answered; past the deadline the engine need not wait for that."""
-        if record.cancel_told_at is None or now - record.cancel_told_at >= CANCEL_AGAIN_S:
-            self._cancel(record, now)
         if not record.settled and now - record.progress_at > self._timeout_s:
             self._settle(record, "aborted", "the client left; prefill does not answer", now, fenced=False)
+        if now - record.cancel_told_at >= CANCEL_AGAIN_S:
+            self._cancel(record, now)
 
     def _cancel(self, record: _Record, now: float) -> None:
         record.cancel_told_at = now
@@ -388,29 +462,54 @@ class DecodeSide:
             reason = f"the prefill engine {record.want.peer.engine_id} is gone"
             self._settle(record, "failed", reason, now, fenced=True)
 
-    def _heartbeat(self, now: float) -> None:
-        """Renew leases at prefill; also the probe that finds a dead connection soon."""
-        by_peer: dict[Peer, list[str]] = {}
-        for key, peer in self._waiting.items():
-            by_peer.setdefault(peer, []).append(key)
+    def _doubtful(self) -> dict[Peer, list[_Record]]:
+        """By peer, the transfers where something is wrong already: a lost connection, or no answer."""
+        doubtful: dict[Peer, list[_Record]] = {}
         for record in self._records.values():
-            if record.registered:
-                by_peer.setdefault(record.want.peer, []).append(record.want.key)
-        for peer, keys in by_peer.items():
-            if self._transport.reach(peer) != "ready":
-                continue
-            for start in range(0, len(keys), wire.MAX_HEARTBEAT_KEYS):
-                self._transport.tell(peer, wire.Heartbeat(keys[start : start + wire.MAX_HEARTBEAT_KEYS]))
-        del now
+            lost = record.registered and self._transport.reach(record.want.peer) != "ready"
+            if lost or record.settled or record.given_up:
+                doubtful.setdefault(record.want.peer, []).append(record)
+        return doubtful
 
-    def _send_zero(self, now: float) -> None:
-        for request_id, (event, since) in list(self._zero.items()):
-            state = self._transport.reach(event.peer)
-            if state == "connecting" and now - since < self._timeout_s:
-                continue
-            del self._zero[request_id]
-            if state == "ready":
-                self._transport.tell(
-                    event.peer,
-                    wire.RegisterZero(event.key, event.attempt, self._engine_id, wire.clip(event.request_id)),
-                )
+    def _check_gone(self, peer: Peer, records: list[_Record], now: float) -> None:
+        if not self._transport.gone(peer):
+            return
+        for record in records:
+            if self._records.get(record.want.request_id) is record:
+                self._peer_gone(record, now)
+
+    def _keys_by_peer(self) -> dict[Peer, list[str]]:
+        by_peer: dict[Peer, dict[str, None]] = {}
+        for key, peer in self._waiting.items():
+            by_peer.setdefault(peer, {})[key] = None
+        for record in self._records.values():
+            if record.registered and not record.settled and not record.given_up:
+                by_peer.setdefault(record.want.peer, {})[record.want.key] = None
+        return {peer: list(keys) for peer, keys in by_peer.items()}
+
+    def _heartbeat(self, peer: Peer, keys: list[str]) -> None:
+        """Renew leases at prefill; also the probe that finds a dead connection soon."""
+        for start in range(0, len(keys), HEARTBEAT_KEYS):
+            if self._transport.reach(peer) != "ready":
+                return
+            self._transport.tell(peer, wire.Heartbeat(keys[start : start + HEARTBEAT_KEYS]))
+
+    def _notify(self, request_id: str, peer: Peer, message: wire.RegisterZero | wire.Cancel, now: float) -> None:
+        """Send what needs no answer, as soon as there is a connection."""
+        name = (request_id, message.kind)
+        self._notices[name] = _Notice(peer, message, now + self._timeout_s)
+        while len(self._notices) > NOTICES_LIMIT:
+            self._notices.popitem(last=False)
+        self._send_notice(name, now)
+
+    def _send_notice(self, name: tuple[str, str], now: float) -> None:
+        notice = self._notices.get(name)
+        if notice is None:
+            return
+        try:
+            sent = self._transport.reach(notice.peer) == "ready" and self._transport.tell(notice.peer, notice.message)
+        except Exception:
+            del self._notices[name]
+            raise
+        if sent or now > notice.until:
+            del self._notices[name]

@@ -1,39 +1,60 @@
 """Faults on purpose, for tests alone: the n-th call of a NIXL operation raises, waits, or answers something else.
 
-`PDCTL_FAULTS` is never set by pdctl's launcher, which also refuses to pass it on. Its value is a comma-separated list of
-``operation:n:action``; ``n`` counts from 1, or is ``*``. Actions: ``raise`` (a NIXL backend error), ``disconnect`` (a
-remote disconnect), ``sleep=SECONDS``, ``return=VALUE``, ``drop`` (a notification is not sent), ``twice`` (it is sent
-twice). ``operation`` is a method of the NIXL agent, or ``send_notif/KIND`` for notifications of one kind (REG, DONE...).
+`PDCTL_FAULTS` is never set by pdctl's launcher. Its value is a comma-separated list of ``operation:n:action``; ``n``
+counts from 1, or is ``*``. Actions: ``raise`` (a NIXL backend error), ``disconnect`` (a remote disconnect),
+``sleep=SECONDS``, ``return=VALUE``, ``drop`` (nothing is done), ``twice`` (it is done twice). ``operation`` is a method
+of the NIXL agent, or ``send_notif/KIND`` for notifications of one kind (REG, FAIL...; not the DONE of a WRITE).
 The variable may name a file instead, as ``@/path``: it is read again at every call, so faults can come and go.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import wire
+
+logger = logging.getLogger("vllm.pdctl_connector.faults")
 
 VARIABLE = "PDCTL_FAULTS"
 
 
 def from_environment() -> Callable[[str, tuple[Any, ...], Callable[..., Any]], Any] | None:
-    """The faults that the environment asks for; None for none, which is always so outside tests."""
+    """The faults that the environment asks for; None for none, which is always so outside tests.
+
+    Raises:
+        ValueError: the variable says something that is no fault.
+    """
     text = os.environ.get(VARIABLE)
-    return Faults(text) if text else None
+    if not text:
+        return None
+    logger.warning("%s is set: this instance fails on purpose (%s)", VARIABLE, text)
+    return Faults(text)
+
+
+class _Fault(NamedTuple):
+    operation: str
+    call: int | None  # None for every call
+    action: str
+    value: str
 
 
 class Faults:
-    """Decides at every operation whether to interfere."""
+    """Decides at every operation whether to interfere.
+
+    Raises:
+        ValueError: the text is no list of faults. That of a file is judged at the next operation.
+    """
 
     def __init__(self, text: str) -> None:
         self._source = Path(text[1:]) if text.startswith("@") else None
-        self._text = "" if self._source else text
+        self._faults = [] if self._source else _parsed(text)
         self._calls: Counter[str] = Counter()
         self._lock = threading.Lock()
 
@@ -41,43 +62,51 @@ class Faults:
         """Run an operation, or what a fault makes of it."""
         names = [operation]
         if operation == "send_notif":
-            names.append(f"send_notif/{_kind(args, run)}")
-        for action in self._actions(names):
-            word, _, value = action.partition("=")
-            if word == "sleep":
-                time.sleep(float(value))
-            elif word == "raise":
+            names.append(f"send_notif/{_kind(args)}")
+        for fault in self._due(names):
+            if fault.action == "sleep":
+                time.sleep(float(fault.value))
+            elif fault.action == "raise":
                 raise _error("nixlBackendError")
-            elif word == "disconnect":
+            elif fault.action == "disconnect":
                 raise _error("nixlRemoteDisconnectError")
-            elif word == "return":
-                return value
-            elif word == "drop":
+            elif fault.action == "return":
+                return fault.value
+            elif fault.action == "drop":
                 return None
-            elif word == "twice":
+            elif fault.action == "twice":
                 run()
         return run()
 
-    def _actions(self, names: list[str]) -> list[str]:
-        text = self._text
+    def _due(self, names: list[str]) -> list[_Fault]:
+        faults = self._faults
         if self._source is not None:
             try:
-                text = self._source.read_text()
+                faults = _parsed(self._source.read_text(encoding="utf-8"))
             except OSError:
-                return []
-        wanted = []
+                faults = []
         with self._lock:
-            for name in names:
-                self._calls[name] += 1
-            for entry in text.replace("\n", ",").split(","):
-                parts = entry.strip().split(":", 2)
-                if len(parts) == 3 and parts[0] in names and parts[1] in ("*", str(self._calls[parts[0]])):
-                    wanted.append(parts[2])
-        return wanted
+            self._calls.update(names)
+            return [f for f in faults if f.operation in names and f.call in (None, self._calls[f.operation])]
 
 
-def _kind(args: tuple[Any, ...], run: Callable[..., Any]) -> str:
-    data = args[1] if len(args) > 1 else getattr(run, "notification", b"")
+def _parsed(text: str) -> list[_Fault]:
+    faults = []
+    for entry in filter(None, (part.strip() for part in text.replace("\n", ",").split(","))):
+        operation, _, rest = entry.partition(":")
+        call, _, action = rest.partition(":")
+        word, _, value = action.partition("=")
+        bad = word not in ("sleep", "raise", "disconnect", "return", "drop", "twice")
+        bad = bad or not (call == "*" or (call.isdecimal() and int(call) > 0))
+        bad = bad or (word == "sleep" and not value.replace(".", "", 1).isdecimal())
+        if bad:
+            raise ValueError(f"{VARIABLE}: {entry!r} is no fault; expected operation:n:action")
+        faults.append(_Fault(operation, None if call == "*" else int(call), word, value))
+    return faults
+
+
+def _kind(args: tuple[Any, ...]) -> str:
+    data = args[1] if len(args) > 1 else b""
     try:
         message = wire.decode(data)
     except wire.WireError:

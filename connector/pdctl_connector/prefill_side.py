@@ -13,12 +13,12 @@ from __future__ import annotations
 import logging
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Final, Literal, Protocol, TypeVar
+from typing import Final, Literal, Protocol
 
 from . import wire
 from .ledger import Ledger, Outcome
+from .rounds import Round
 from .step import BlockIds, Ended, Prefilling, Ready
 
 logger = logging.getLogger("vllm.pdctl_connector.prefill_side")
@@ -44,7 +44,6 @@ DecodeRank = wire.Register | wire.Cancel
 Identity = tuple[str, str, int]
 """Key, decode engine, attempt."""
 _End = Literal["cancelled", "completed", "failed"]
-_Item = TypeVar("_Item")
 
 _DUPLICATE: Final = "two live requests have this id"
 _CANCELLED: Final = "cancelled by decode"
@@ -107,7 +106,8 @@ class _Request:
     Attributes:
         number: tells it from other live requests of the same key in the ledger.
         lease_until: when its blocks are given back if no registration has come; set once they are finished.
-        connect_until: when they are given back if there is a registration, and no connection to its engine.
+        connect_until: when they are given back if there is a registration, but a rank or the connection is missing.
+        ranks: decode ranks that have registered.
         retired: set when nobody wants it any more; it no longer stands for its key, and ends as soon as it can.
         asked_again: decode registered again while the WRITE was in flight; it may have missed what came with the WRITE.
         cancelled: decode asked while the WRITE was in flight.
@@ -123,6 +123,7 @@ class _Request:
     lease_until: float = math.inf
     connect_until: float = math.inf
     registration: wire.Register | None = None
+    ranks: set[int] = field(default_factory=set)
     matched: bool = False
     posted: bool = False
     active: list[int] = field(default_factory=list)
@@ -134,6 +135,15 @@ class _Request:
     cancelled: bool = False
     descriptors: int = 0
     bytes: int = 0
+
+
+@dataclass
+class _Parked:
+    """A registration whose prefill request is not known yet, and the decode ranks that have sent it."""
+
+    registration: wire.Register
+    ranks: set[int]
+    since: float
 
 
 @dataclass(frozen=True)
@@ -161,13 +171,25 @@ class PrefillSide:
         ledger: told of every stage.
         lease_s: how long finished blocks wait for a registration.
         parked_s: how long a registration waits for its prefill request, and finished blocks for a connection.
+        tp_size: tensor-parallel ranks of this engine. If the decode engine has more, this rank writes to several of
+            its ranks, and waits until all of these have registered: one that has not may use the blocks for something
+            else. None takes the first registration for all.
     """
 
-    def __init__(self, transport: Transport, ledger: Ledger, *, lease_s: float, parked_s: float) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        ledger: Ledger,
+        *,
+        lease_s: float,
+        parked_s: float,
+        tp_size: int | None = None,
+    ) -> None:
         self._transport = transport
         self._ledger = ledger
         self._lease_s = lease_s
         self._parked_s = parked_s
+        self._tp_size = tp_size
         self._requests: dict[str, _Request] = {}
         # Those that a message with this key may mean; all of them in `_requests`.
         self._by_key: dict[str, list[_Request]] = {}
@@ -175,7 +197,7 @@ class PrefillSide:
         # Matched and not posted yet; posted and not over yet. So that a round costs nothing for the others.
         self._unposted: dict[str, _Request] = {}
         self._posted: dict[str, _Request] = {}
-        self._parked: dict[str, tuple[wire.Register, float]] = {}
+        self._parked: dict[str, _Parked] = {}
         self._parked_zero: dict[str, tuple[wire.RegisterZero, float]] = {}
         self._ended_keys: OrderedDict[str, _Tomb] = OrderedDict()
         self._tombs: OrderedDict[Identity, _Tomb] = OrderedDict()
@@ -230,7 +252,7 @@ class PrefillSide:
         zero = self._parked_zero.pop(event.key, None)
         parked = self._parked.pop(event.key, None)
         if parked is not None:
-            self._attach(parked[0], now)
+            self._attach(parked.registration, parked.ranks, now)
         elif zero is not None:
             self._bury_zero(zero[0], now)
             self._retire(request, _unneeded(zero[0].engine_id))
@@ -270,7 +292,7 @@ class PrefillSide:
         self._parked_zero.pop(event.key, None)
         parked = self._parked.pop(event.key, None)
         if parked is not None:
-            self._refuse(parked[0], event.reason, event.detail, now)
+            self._refuse(parked.registration, event.reason, event.detail, now)
 
     # Events from decode.
 
@@ -295,17 +317,26 @@ class PrefillSide:
         if tomb is not None:
             self._answer(message, self._last_word(message, tomb), now)
             return "repeated"
+        # Every rank of the decode engine registers.
         for request in self._by_key.get(message.key, ()):
             if request.registration is not None and _identity(request.registration) == _identity(message):
                 if _fingerprint(request.registration) != _fingerprint(message):
                     # Decode never uses an attempt twice: this is no message of its.
                     return "refused"
-                # Every rank of the decode engine registers; the first one speaks for all.
-                request.asked_again = request.asked_again or request.posted
-                return "repeated"
+                if message.tp_rank in request.ranks:
+                    request.asked_again = request.asked_again or request.posted
+                    return "repeated"
+                request.ranks.add(message.tp_rank)
+                self._try_post(request, now)
+                return "accepted"
         parked = self._parked.get(message.key)
-        if parked is not None and _identity(parked[0]) == _identity(message):
-            return "repeated" if _fingerprint(parked[0]) == _fingerprint(message) else "refused"
+        if parked is not None and _identity(parked.registration) == _identity(message):
+            if _fingerprint(parked.registration) != _fingerprint(message):
+                return "refused"
+            if message.tp_rank in parked.ranks:
+                return "repeated"
+            parked.ranks.add(message.tp_rank)
+            return "accepted"
         if self._stopping:
             self._refuse(message, "shutdown", _STOPPING, now)
             return "refused"
@@ -313,7 +344,7 @@ class PrefillSide:
             self._refuse(message, "duplicate", "another registration has this id", now)
             return "refused"
         if message.key in self._by_key:
-            return self._attach(message, now)
+            return self._attach(message, {message.tp_rank}, now)
         ended = self._ended_keys.get(message.key)
         if ended is not None:
             self._refuse(message, ended.reason, ended.detail, now)
@@ -321,12 +352,12 @@ class PrefillSide:
         if len(self._parked) >= PARKED_LIMIT:
             self._refuse(message, "overloaded", f"{PARKED_LIMIT} registrations wait already", now)
             return "refused"
-        self._parked[message.key] = (message, now)
+        self._parked[message.key] = _Parked(message, {message.tp_rank}, now)
         # Early, so that the handshake is over when prefill is.
         self._transport.connect(message)
         return "accepted"
 
-    def _attach(self, registration: wire.Register, now: float) -> str:
+    def _attach(self, registration: wire.Register, ranks: set[int], now: float) -> str:
         requests = self._by_key[registration.key]
         request = requests[0]
         if len(requests) > 1 or request.duplicate:
@@ -336,6 +367,7 @@ class PrefillSide:
             self._refuse(registration, "duplicate", "another registration has this id", now)
             return "refused"
         request.registration = registration
+        request.ranks = set(ranks)
         request.connect_until = now + self._parked_s
         if request.ready_at is not None:
             self._try_post(request, now)
@@ -374,7 +406,7 @@ class PrefillSide:
                 request.cancelled = True
                 return "accepted"
         parked = self._parked.get(message.key)
-        if parked is not None and _identity(parked[0]) == identity:
+        if parked is not None and _identity(parked.registration) == identity:
             del self._parked[message.key]
         self._bury(identity, "cancelled", "aborted", _CANCELLED, 0, now, None)
         for request in list(self._by_key.get(message.key, ())):
@@ -391,27 +423,27 @@ class PrefillSide:
 
     def tick(self, now: float) -> None:
         """Poll WRITEs, follow connections, and judge deadlines. Call after the messages that have arrived."""
-        problems: list[Exception] = []
-        _each(self._posted.values(), lambda request: self._poll(request, now), problems)
-        _each(self._unposted.values(), lambda request: self._try_post(request, now), problems)
-        _each(self._outbox, lambda engine_id: self._flush(engine_id, now), problems)
-        if now - self._swept_at >= SWEEP_S:
+        with Round() as served:
+            served.each(self._posted.values(), lambda request: self._poll(request, now))
+            served.each(self._unposted.values(), lambda request: self._try_post(request, now))
+            served.each(self._outbox, lambda engine_id: self._flush(engine_id, now))
+            if now - self._swept_at < SWEEP_S:
+                return
             self._swept_at = now
-            _each(self._requests.values(), lambda request: self._judge(request, now), problems)
-            _each(self._parked, lambda key: self._judge_parked(key, now), problems)
+            served.each(self._requests.values(), lambda request: self._judge(request, now))
+            served.each(self._parked, lambda key: self._judge_parked(key, now))
             for key in [key for key, (_, since) in self._parked_zero.items() if now - since > self._parked_s]:
                 del self._parked_zero[key]
             _trim(self._tombs, now)
             _trim(self._ended_keys, now)
-        if problems:
-            raise problems[0]
 
     def postpone(self, seconds: float) -> None:
         """This process was stopped for so long: nobody's deadline may pass because of it. Call before the messages."""
         for request in self._requests.values():
             request.lease_until += seconds
             request.connect_until += seconds
-        self._parked = {key: (message, since + seconds) for key, (message, since) in self._parked.items()}
+        for parked in self._parked.values():
+            parked.since += seconds
         self._parked_zero = {key: (message, since + seconds) for key, (message, since) in self._parked_zero.items()}
         for waiting in self._outbox.values():
             moved = [_Answer(answer.to, answer.message, answer.until + seconds) for answer in waiting]
@@ -436,10 +468,10 @@ class PrefillSide:
             else:
                 self._retire(request, _Verdict("failed", "handshake", detail, engine_id))
                 self._dismiss(request, "handshake", detail, now, tell=not gone)
-        for key, (parked, _) in list(self._parked.items()):
-            if parked.engine_id == engine_id:
+        for key, parked in list(self._parked.items()):
+            if parked.registration.engine_id == engine_id:
                 del self._parked[key]
-                self._refuse(parked, "handshake", detail, now, tell=not gone)
+                self._refuse(parked.registration, "handshake", detail, now, tell=not gone)
         if gone:
             self._outbox.pop(engine_id, None)
 
@@ -457,9 +489,9 @@ class PrefillSide:
     def shut_down(self, now: float) -> None:
         """Stop intake: every registration without a WRITE in flight is told; WRITEs in flight go on."""
         self._stopping = True
-        for key, (registration, _) in list(self._parked.items()):
+        for key, parked in list(self._parked.items()):
             del self._parked[key]
-            self._refuse(registration, "shutdown", _STOPPING, now)
+            self._refuse(parked.registration, "shutdown", _STOPPING, now)
         self._parked_zero.clear()
         for request in list(self._requests.values()):
             if request.posted:
@@ -485,6 +517,8 @@ class PrefillSide:
     def _try_post(self, request: _Request, now: float) -> None:
         """Post the WRITE as soon as there are blocks, a registration and a connection."""
         if request.registration is None or request.ready_at is None or request.posted:
+            return
+        if not self._complete(request.registration, request.ranks):
             return
         self._unposted[request.request_id] = request
         try:
@@ -642,9 +676,16 @@ class PrefillSide:
                 self._finish(request, "expired", "expired", f"no registration within {self._lease_s:.0f} s", now)
             return
         if request.ready_at is not None and now > request.connect_until:
-            detail = f"no connection to the decode engine within {self._parked_s:.0f} s"
-            self._finish(request, "failed", "handshake", detail, now)
-        elif now - request.told_alive_at >= ALIVE_S and self._transport.connect(registration) == "ready":
+            missing = "no connection to the decode engine"
+            if not self._complete(registration, request.ranks):
+                missing = f"only ranks {sorted(request.ranks)} of the decode engine have registered"
+            self._finish(request, "failed", "handshake", f"{missing} within {self._parked_s:.0f} s", now)
+        elif (
+            now - request.told_alive_at >= ALIVE_S
+            # It is not getting on while a rank is missing: the others will have their deadline.
+            and self._complete(registration, request.ranks)
+            and self._transport.connect(registration) == "ready"
+        ):
             request.told_alive_at = now
             stage: Literal["prefilling", "ready"] = "prefilling" if request.ready_at is None else "ready"
             self._transport.send(
@@ -652,10 +693,14 @@ class PrefillSide:
             )
 
     def _judge_parked(self, key: str, now: float) -> None:
-        registration, since = self._parked[key]
-        if now - since > self._parked_s:
+        parked = self._parked[key]
+        if now - parked.since > self._parked_s:
             del self._parked[key]
-            self._refuse(registration, "aborted", "no prefill request with this id came", now)
+            self._refuse(parked.registration, "aborted", "no prefill request with this id came", now)
+
+    def _complete(self, registration: wire.Register, ranks: set[int]) -> bool:
+        wanted = 1 if self._tp_size is None else max(1, registration.tp_size // self._tp_size)
+        return len(ranks) >= wanted
 
     # Inside: answers.
 
@@ -763,12 +808,3 @@ def _fingerprint(registration: wire.Register) -> int:
 def _trim(tombs: OrderedDict[str, _Tomb] | OrderedDict[Identity, _Tomb], now: float) -> None:
     while tombs and (len(tombs) > TOMBSTONE_LIMIT or next(iter(tombs.values())).until < now):
         tombs.popitem(last=False)
-
-
-def _each(items: Iterable[_Item], work: Callable[[_Item], None], problems: list[Exception]) -> None:
-    """Do something for each; what one raises does not keep the others from being served."""
-    for item in list(items):
-        try:
-            work(item)
-        except Exception as error:
-            problems.append(error)

@@ -30,38 +30,60 @@ def serve(
 ) -> None:
     """Answer handshakes until ``stop``. A request that makes no sense is dropped and counted, never fatal.
 
+    A port that cannot be bound is logged and ends this at once: vLLM waits for ``ready`` without a limit, so that is
+    set all the same, as the last thing.
+
     Args:
-        encoded: handshake payload by (pipeline rank, tensor rank).
-        ready: set when the socket is bound.
+        encoded: handshake payload by (pipeline rank, tensor rank). vLLM 0.33 may change it while this runs.
+        ready: set when the socket is bound, or cannot be.
         stop: ends the loop.
         host: address to bind.
         port: port to bind.
     """
     context = zmq.Context()
-    bad = 0
     try:
         with context.socket(zmq.ROUTER) as listener:
             listener.setsockopt(zmq.RCVTIMEO, RECEIVE_MS)
             listener.setsockopt(zmq.LINGER, 0)
             listener.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
-            if ":" in host:
-                listener.setsockopt(zmq.IPV6, 1)
-            listener.bind(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
+            listener.setsockopt(zmq.IPV6, ":" in host)
+            try:
+                listener.bind(_address(host, port))
+            except zmq.ZMQError as error:
+                # In the words that pdctl's diagnosis looks for, as upstream's traceback has them.
+                logger.error("the side channel cannot listen on %s port %d: ZMQError: %s", host, port, error)
+                return
             ready.set()
-            while not stop.is_set():
-                try:
-                    frames = listener.recv_multipart()
-                except zmq.Again:
-                    continue
-                try:
-                    identity, answer = _answer(frames, encoded)
-                    listener.send_multipart([identity, b"", answer, msgspec.msgpack.encode(time.perf_counter())])
-                except Exception as error:
-                    bad += 1
-                    if bad in (1, 10, 100) or bad % 1000 == 0:
-                        logger.warning("side channel: dropped %d bad requests; the latest: %s", bad, error)
+            _answer_all(listener, encoded, stop)
     finally:
         context.destroy(linger=0)
+        ready.set()
+
+
+def _answer_all(listener: zmq.Socket[bytes], encoded: dict[tuple[int, int], bytes], stop: threading.Event) -> None:
+    bad = 0
+    while not stop.is_set():
+        try:
+            frames = listener.recv_multipart()
+        except zmq.Again:
+            continue
+        except zmq.ZMQError as error:
+            # Not seen so far: whatever it is, later handshakes may work, and this must not take a core meanwhile.
+            logger.warning("side channel: %s", error)
+            stop.wait(RECEIVE_MS / 1000)
+            continue
+        try:
+            identity, answer = _answer(frames, encoded)
+            # The other side estimates the difference of the clocks with it.
+            listener.send_multipart([identity, b"", answer, msgspec.msgpack.encode(time.perf_counter())])
+        except Exception as error:
+            bad += 1
+            if bad in (1, 10, 100) or bad % 1000 == 0:
+                logger.warning("side channel: dropped %d bad requests; the latest: %s", bad, error)
+
+
+def _address(host: str, port: int) -> str:
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def _answer(frames: list[bytes], encoded: dict[tuple[int, int], bytes]) -> tuple[bytes, bytes]:
@@ -90,9 +112,8 @@ def presence(host: str, port: int, engine_id: str, timeout_s: float) -> Presence
             asker.setsockopt(zmq.LINGER, 0)
             asker.setsockopt(zmq.RCVTIMEO, int(timeout_s * 1000))
             asker.setsockopt(zmq.SNDTIMEO, int(timeout_s * 1000))
-            if ":" in host:
-                asker.setsockopt(zmq.IPV6, 1)
-            asker.connect(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
+            asker.setsockopt(zmq.IPV6, ":" in host)
+            asker.connect(_address(host, port))
             asker.send(msgspec.msgpack.encode((GET_METADATA, 0, 0)))
             frames = asker.recv_multipart()
             return "same" if engine_in(frames[0]) == engine_id else "replaced"

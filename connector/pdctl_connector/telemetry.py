@@ -1,28 +1,34 @@
-"""A rank's telemetry over HTTP: is the writer alive, what is every transfer doing, and the counters. See docs/connector.md.
+"""A rank's telemetry over HTTP: is the writer alive, what is every transfer doing, and the counters.
 
-Served by threads of its own and read from plain attributes, so that it answers while the engine, or the writer itself,
-is stuck. Bound to loopback unless told otherwise.
+See docs/connector.md for every endpoint and metric. Served by threads of its own and read from plain attributes, so
+that it answers while the engine, or the writer itself, is stuck. Bound to loopback unless told otherwise.
 """
 
 from __future__ import annotations
 
+import bisect
 import json
 import logging
 import os
+import socket
+import socketserver
 import threading
 import time
 from collections import Counter as Tally
 from collections.abc import Iterable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import accumulate
 from typing import Any, Final
 from urllib.parse import parse_qs, urlsplit
 
-from prometheus_client import CollectorRegistry, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
-from .ledger import Ledger
+from .ledger import STAGES, Ledger
 from .nixl_guard import NixlGuard
 from .settings import Settings
 from .version import __version__
@@ -34,25 +40,41 @@ STUCK_S: Final = 2.0
 """Without a beat for so long the writer is stuck; it beats at least twice a second."""
 RECORDS_LIMIT: Final = 1000
 REQUEST_S: Final = 10.0
+CLIENTS_LIMIT: Final = 32
+"""Requests at a time; more are hung up on."""
 BUCKETS: Final = (
-    0.0005,
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-    30.0,
-    60.0,
-    300.0,
-)
+    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
+)  # fmt: skip
+
+
+class StageTimes:
+    """How long transfers were in each stage.
+
+    Not prometheus_client's own histogram: with PROMETHEUS_MULTIPROC_DIR, which vLLM sets for several API servers, that
+    one writes into files, and appears in vLLM's metrics.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # Per stage: how many fell into each bucket, the last one for all beyond; and the sum of seconds.
+        self._counts = {(side, stage): [0] * (len(BUCKETS) + 1) for side, stages in STAGES.items() for stage in stages}
+        self._sums = dict.fromkeys(self._counts, 0.0)
+
+    def observe(self, side: Any, stage: Any, seconds: float) -> None:
+        """Count one."""
+        with self._lock:
+            self._counts[side, stage][bisect.bisect_left(BUCKETS, seconds)] += 1
+            self._sums[side, stage] += seconds
+
+    def family(self, name: str, documentation: str) -> Metric:
+        """As a Prometheus histogram, every stage of both sides in it."""
+        family = HistogramMetricFamily(name, documentation, labels=["side", "stage"])
+        with self._lock:
+            copied = [(at, list(counts), self._sums[at]) for at, counts in self._counts.items()]
+        bounds = [*map(floatToGoString, BUCKETS), "+Inf"]
+        for at, counts, total in copied:
+            family.add_metric(list(at), list(zip(bounds, accumulate(counts), strict=True)), total)
+        return family
 
 
 class Telemetry(Collector):
@@ -74,16 +96,11 @@ class Telemetry(Collector):
         self._server: ThreadingHTTPServer | None = None
         self._lock = threading.Lock()
         self._sent: Tally[tuple[str, str]] = Tally()
-        self._handshakes: Tally[str] = Tally()
+        self._handshakes: Tally[str] = Tally({"ready": 0, "failed": 0})
+        self._stages = StageTimes()
         self._registry = CollectorRegistry(auto_describe=False)
-        self._stages = Histogram(
-            "pdctl_transfer_stage_seconds",
-            "Seconds that transfers spent in a stage.",
-            ["side", "stage"],
-            buckets=BUCKETS,
-            registry=self._registry,
-        )
         self._registry.register(self)
+        self._logged_at = float("-inf")
 
     def attach(self, writer: Writer, ledger: Ledger, guard: NixlGuard) -> None:
         """Say what to show."""
@@ -98,7 +115,7 @@ class Telemetry(Collector):
 
     def observe_stage(self, side: str, stage: str, seconds: float) -> None:
         """A transfer left a stage."""
-        self._stages.labels(side, stage).observe(seconds)
+        self._stages.observe(side, stage, seconds)
 
     def count_sent(self, kind: str, sent: bool) -> None:
         """A message was sent, or could not be."""
@@ -121,7 +138,7 @@ class Telemetry(Collector):
         elif age is not None and age > STUCK_S:
             state = "stuck"
         else:
-            state = "busy" if writer.busy else "idle"
+            state = "busy" if _busy(writer) else "idle"
         return {
             "writer": {
                 "alive": bool(writer is not None and writer.alive),
@@ -156,19 +173,20 @@ class Telemetry(Collector):
 
     def transfers(self, state: str, limit: int) -> dict[str, Any]:
         """The ledger's records, ``inflight`` (oldest first) or ``recent`` (latest first)."""
-        if self._ledger is None:
-            return {"state": state, "transfers": []}
-        listed = self._ledger.inflight(limit=limit) if state == "inflight" else self._ledger.recent(limit=limit)
-        return {"state": state, "unix": time.time(), "transfers": listed}
+        listed: list[dict[str, Any]] = []
+        if self._ledger is not None:
+            listed = self._ledger.inflight(limit=limit) if state == "inflight" else self._ledger.recent(limit=limit)
+        return {"state": state, "unix": round(time.time(), 6), "transfers": listed}
 
     def metrics(self) -> bytes:
         """Prometheus text."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterable[Metric]:
-        """Everything but the histogram, read at the moment of the scrape."""
+        """Everything, read at the moment of the scrape."""
         yield from self._collect_writer()
         yield from self._collect_ledger()
+        yield self._stages.family("pdctl_transfer_stage_seconds", "Seconds that transfers spent in a stage.")
 
     def _collect_writer(self) -> Iterator[Metric]:
         writer = self._writer
@@ -245,11 +263,7 @@ class Telemetry(Collector):
             sys_version = ""
 
             def do_GET(self) -> None:
-                try:
-                    status, kind, body = telemetry.respond(self.path)
-                except Exception:
-                    logger.exception("telemetry: %s failed", self.path.split("?")[0][:100])
-                    status, kind, body = 500, "text/plain", b"internal error, see the log\n"
+                status, kind, body = telemetry.respond_or_fail(self.path)
                 self.send_response(status)
                 self.send_header("Content-Type", kind)
                 self.send_header("Content-Length", str(len(body)))
@@ -259,24 +273,36 @@ class Telemetry(Collector):
             def log_message(self, format: str, *args: Any) -> None:
                 del format, args
 
-        class Server(ThreadingHTTPServer):
-            daemon_threads = True
-
-            def handle_error(self, request: Any, client_address: Any) -> None:
-                # A client that hung up; its business alone.
-                del request, client_address
-
         try:
-            self._server = Server((self._settings.telemetry_host, port), Handler)
-        except OSError as error:
-            logger.error("no telemetry on %s:%d: %s", self._settings.telemetry_host, port, error)
+            self._server = _server(self._settings.telemetry_host, port, Handler)
+        except (OSError, OverflowError) as error:
+            logger.error(
+                "no telemetry of rank %d: cannot listen on %s port %d: %s; pdctl will not see its transfers",
+                self._rank, self._settings.telemetry_host, port, error,
+            )  # fmt: skip
             return
-        threading.Thread(target=self._server.serve_forever, name="pdctl-telemetry", daemon=True).start()
+        # The interval is how long closing may take; requests are taken at once.
+        serve = partial(self._server.serve_forever, poll_interval=0.1)
+        threading.Thread(target=serve, name="pdctl-telemetry", daemon=True).start()
+
+    def respond_or_fail(self, target: str) -> tuple[int, str, bytes]:
+        """As `respond`; a bug is a 500, and logged once a minute at most."""
+        try:
+            return self.respond(target)
+        except Exception:
+            now = time.monotonic()
+            if now - self._logged_at > 60:
+                self._logged_at = now
+                logger.exception("telemetry: %s failed", target.split("?")[0][:100])
+            return 500, "text/plain", b"internal error, see the log of this instance\n"
 
     def respond(self, target: str) -> tuple[int, str, bytes]:
         """Answer a GET: status, content type, body."""
-        parts = urlsplit(target)
-        query = parse_qs(parts.query)
+        try:
+            parts = urlsplit(target)
+            query = parse_qs(parts.query)
+        except ValueError:
+            return 400, "text/plain", b"this is no address\n"
         if parts.path == "/healthz":
             return 200, "application/json", json.dumps(self.health()).encode()
         if parts.path == "/transfers":
@@ -299,3 +325,47 @@ class Telemetry(Collector):
         if server is not None:
             server.shutdown()
             server.server_close()
+
+
+def _busy(writer: Writer) -> bool:
+    # It looks through tables that the writer changes meanwhile; that they change says enough.
+    try:
+        return writer.busy
+    except RuntimeError:
+        return True
+
+
+def _server(host: str, port: int, handler: type[BaseHTTPRequestHandler]) -> ThreadingHTTPServer:
+    free = threading.BoundedSemaphore(CLIENTS_LIMIT)
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+        request_queue_size = CLIENTS_LIMIT
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+        def server_bind(self) -> None:
+            # Not HTTPServer's, which asks the name service for the host's full name, and may wait for that.
+            socketserver.TCPServer.server_bind(self)
+            self.server_name, self.server_port = host, port
+
+        def process_request(self, request: Any, client_address: Any) -> None:
+            if not free.acquire(blocking=False):
+                self.shutdown_request(request)
+                return
+            try:
+                super().process_request(request, client_address)
+            except BaseException:
+                free.release()
+                raise
+
+        def process_request_thread(self, request: Any, client_address: Any) -> None:
+            try:
+                super().process_request_thread(request, client_address)
+            finally:
+                free.release()
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            # A client that hung up; its business alone.
+            del request, client_address
+
+    return Server((host, port), handler)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final, Protocol
 
 from . import wire
@@ -62,6 +63,8 @@ class Writer:
         self._last_error: str | None = None
         self._seen_errors: set[str] = set()
         self._loops = 0
+        self._last_round: float | None = None
+        self._told_shutdown = False
         self._beat = time.monotonic()
         self._thread = threading.Thread(target=self.run, name=name, daemon=True)
 
@@ -132,32 +135,12 @@ class Writer:
     # The thread.
 
     def run(self) -> None:
-        """The loop. An exception in one of its parts is counted, logged once with its traceback, and does not end it."""
-        last = time.monotonic()
-        told_shutdown = False
+        """The loop. An exception in one part is counted, logged once with its traceback, and does not end it."""
         while True:
-            now = time.monotonic()
-            self._beat = now
+            self._beat = time.monotonic()
             self._loops += 1
-            gap = now - last
-            # Messages before deadlines: after a pause the answer may be there already.
-            self._guarded("inbox", self._take_in, now)
-            self._guarded("connections", self._link.housekeeping, now)
-            self._guarded("notifications", self._read, now)
-            if gap > STOPPED_S:
-                self.prefill.postpone(gap)
-                self.decode.postpone(gap)
-            last = now
-            self._guarded("prefill", self.prefill.tick, now)
-            self._guarded("decode", self.decode.tick, now)
-            self._hand_out()
-            if self._stop.is_set():
-                if not told_shutdown:
-                    told_shutdown = True
-                    self._guarded("shutdown", self.prefill.shut_down, now)
-                    self._guarded("shutdown", self.decode.shut_down, now)
-                if not self.prefill.in_flight:
-                    return
+            if not self.round(self._beat):
+                return
             self._beat = time.monotonic()
             if self.prefill.in_flight:
                 self._wake.wait(IN_FLIGHT_S)
@@ -166,6 +149,33 @@ class Writer:
             else:
                 self._wake.wait(IDLE_S)
             self._wake.clear()
+
+    def round(self, now: float) -> bool:
+        """One round of the loop, which raises nothing.
+
+        Args:
+            now: monotonic seconds.
+
+        Returns:
+            False if it was the last one: the writer was stopped, and no WRITE is in flight.
+        """
+        if self._last_round is not None and now - self._last_round > STOPPED_S:
+            # Before what comes in now: its time counts from now.
+            self._postpone(now - self._last_round, now)
+        self._last_round = now
+        # Messages before deadlines: after a pause the answer may be there already.
+        self._guarded("inbox", self._take_in, now)
+        self._guarded("connections", self._link.housekeeping, now)
+        self._guarded("notifications", self._read, now)
+        self._guarded("prefill", self.prefill.tick, now)
+        self._guarded("decode", self.decode.tick, now)
+        stopping = self._stop.is_set()
+        if stopping and not self._told_shutdown:
+            self._told_shutdown = True
+            self._guarded("shutdown", self.prefill.shut_down, now)
+            self._guarded("shutdown", self.decode.shut_down, now)
+        self._guarded("results", self._hand_out, now)
+        return not stopping or self.prefill.in_flight
 
     def _guarded(self, part: str, work: Callable[[float], Any], now: float) -> None:
         try:
@@ -178,27 +188,46 @@ class Writer:
                 self._seen_errors.add(signature)
                 logger.exception("the writer goes on after an error in %s (logged once)", part)
 
+    def _postpone(self, seconds: float, now: float) -> None:
+        self._guarded("prefill", lambda _: self.prefill.postpone(seconds), now)
+        self._guarded("decode", lambda _: self.decode.postpone(seconds), now)
+
     def _take_in(self, now: float) -> None:
         while True:
             try:
                 step = self._inbox.get_nowait()
             except queue.Empty:
                 return
-            for prefilling in step.prefilling:
-                self._guarded("prefilling", lambda at, e=prefilling: self.prefill.on_prefilling(e, at), now)
-            for ended in step.ended:
-                self._guarded("ended", lambda at, e=ended: self.prefill.on_ended(e, at), now)
-            for ready in step.ready:
-                self._guarded("ready", lambda at, e=ready: self.prefill.on_ready(e, at), now)
-            for receive in step.receive:
-                self._guarded("receive", lambda at, e=receive: self.decode.on_receive(e, at), now)
-            for given_up in step.given_up:
-                self._guarded("given up", lambda at, e=given_up: self.decode.on_given_up(e, at), now)
-            self.decode.on_waiting(step.waiting)
+            self._take_step(step, now)
+
+    def _take_step(self, step: Step, now: float) -> None:
+        # What has ended makes room for a new try under the same key, and is told first. What came and went within this
+        # step must begin before it ends.
+        begun = {event.request_id for event in step.prefilling}
+        for ended in step.ended:
+            if ended.request_id not in begun:
+                self._guarded("ended", partial(self.prefill.on_ended, ended), now)
+        for prefilling in step.prefilling:
+            self._guarded("prefilling", partial(self.prefill.on_prefilling, prefilling), now)
+        for ended in step.ended:
+            if ended.request_id in begun:
+                self._guarded("ended", partial(self.prefill.on_ended, ended), now)
+        for ready in step.ready:
+            self._guarded("ready", partial(self.prefill.on_ready, ready), now)
+        begun = {event.request_id for event in step.receive}
+        for given_up in step.given_up:
+            if given_up.request_id not in begun:
+                self._guarded("given up", partial(self.decode.on_given_up, given_up), now)
+        for receive in step.receive:
+            self._guarded("receive", partial(self.decode.on_receive, receive), now)
+        for given_up in step.given_up:
+            if given_up.request_id in begun:
+                self._guarded("given up", partial(self.decode.on_given_up, given_up), now)
+        self.decode.on_waiting(step.waiting)
 
     def _read(self, now: float) -> None:
         for data in self._link.notifications():
-            self._guarded("a notification", lambda at, d=data: self._dispatch(d, at), now)
+            self._guarded("a notification", partial(self._dispatch, data), now)
 
     def _dispatch(self, data: bytes, now: float) -> None:
         try:
@@ -215,7 +244,8 @@ class Writer:
             result = self.prefill.on_message(message, now)
         self._outcomes[message.kind, result] += 1
 
-    def _hand_out(self) -> None:
+    def _hand_out(self, now: float) -> None:
+        del now
         sent, settled, fenced = self.prefill.take_sent(), self.decode.take_settled(), self.decode.take_fenced()
         if sent or settled or fenced:
             with self._lock:

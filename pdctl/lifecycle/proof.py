@@ -44,6 +44,9 @@ def read_counters(metrics_text: str) -> Counters:
     samples = read_samples(metrics_text, METRIC_NAMES)
     config: Mapping[str, str] = next((s.labels for s in samples if s.name == "vllm:cache_config_info"), {})
     memory, blocks = _number(config.get("kv_cache_memory_bytes")), _number(config.get("num_gpu_blocks"))
+    if _number(config.get("num_gpu_blocks_override")):
+        # Then the number of blocks is the user's, and does not fill the memory.
+        memory = None
     size = _number(config.get("block_size"))
     source = "vllm:prompt_tokens_by_source_total"
     return Counters(

@@ -251,6 +251,7 @@ def test_an_observer_may_ask_the_ledger() -> None:
     assert seen == [1]
 
 
+@pytest.mark.slow
 def test_ten_thousand_in_flight_take_less_than_20_mb() -> None:
     ledger = Ledger(inflight_limit=10_000)
     tracemalloc.start()

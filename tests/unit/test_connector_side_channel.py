@@ -15,6 +15,8 @@ import pytest
 import zmq
 from pdctl_connector import side_channel
 
+from pdctl.lifecycle.diagnose import diagnose
+
 HOST = "127.0.0.1"
 ENGINE = "engine-a"
 
@@ -159,6 +161,8 @@ def test_a_taken_port_is_told_and_does_not_hang_the_start(caplog: pytest.LogCapt
         side_channel.serve({}, ready, threading.Event(), HOST, port)
     assert ready.is_set()
     assert f"cannot listen on {HOST} port {port}" in caplog.text
+    log = f"(Worker pid=7) ERROR 11-29 18:31:25 [side_channel.py:59] {caplog.messages[0]}\n"
+    assert [found.id for found in diagnose(log, exit_code=1, exit_signal=None)] == ["side-channel-port-in-use"]
 
 
 # --- who is there -----------------------------------------------------------------------------------------------------

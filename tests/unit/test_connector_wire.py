@@ -338,6 +338,7 @@ def test_random_bytes(data: bytes) -> None:
     decode_or_refuse(wire.PREFIX + data)
 
 
+@pytest.mark.slow
 @given(MESSAGES, st.data())
 @settings(max_examples=300)
 def test_mutated_messages(message: wire.Message, data: st.DataObject) -> None:
@@ -370,6 +371,7 @@ JSON_LIKE = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(st.sampled_from([b"R", b"Z", b"D", b"F", b"C", b"A", b"H"]), st.lists(JSON_LIKE, max_size=14))
 def test_well_formed_arrays_of_anything(letter: bytes, values: list[Any]) -> None:
     decode_or_refuse(notification(letter, msgspec.msgpack.encode(values)))

@@ -358,6 +358,7 @@ def test_pieces_of_real_lines_never_crash(text, code):
         assert item.fix
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "unit",
     [

@@ -157,6 +157,7 @@ def test_the_pieces_do_not_matter(cuts):
     assert (reader.phase, reader.detail) == phase(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "unit",
     [

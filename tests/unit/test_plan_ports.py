@@ -287,6 +287,7 @@ def check_consistent(plan: ClusterPlan) -> None:
 WILD = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 
 
+@pytest.mark.slow
 @WILD
 @given(clusters(PORTS, st.none() | st.lists(st.integers(0, 15), min_size=1, max_size=16, unique=True)))
 def test_a_plan_has_no_clash_or_is_refused(data: dict[str, Any]) -> None:
@@ -307,6 +308,7 @@ def without_choices(value: Any) -> Any:
     return [without_choices(v) for v in value] if isinstance(value, list) else value
 
 
+@pytest.mark.slow
 @WILD
 @given(clusters(PORTS, st.none()).map(without_choices))
 def test_what_is_left_to_pdctl_always_works_out(data: dict[str, Any]) -> None:

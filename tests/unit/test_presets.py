@@ -93,6 +93,7 @@ def test_the_router_follows_its_host():
     assert read("ssh-tcp", prefill_1="gpu-7").router.host == "gpu-7"
 
 
+@pytest.mark.slow
 @given(
     st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(
         lambda text: text.isprintable() and text == text.strip() and not text.startswith("-")

@@ -33,6 +33,8 @@ def test_counters_are_read_from_vllm_metrics() -> None:
     assert counters.received_tokens == 7
     assert counters.recomputed_tokens == 2004
     assert counters.bytes_per_block == 524288
+    overridden = METRICS.replace('num_gpu_blocks="2048"', 'num_gpu_blocks="200",num_gpu_blocks_override="200"')
+    assert read_counters(overridden).bytes_per_block is None
     assert read_counters("") == Counters(None, None, None, None, None, None)
 
 

@@ -84,6 +84,7 @@ def test_any_answer_is_survived(body: str) -> None:
     read_records([answer(body)])
 
 
+@pytest.mark.slow
 @given(
     st.recursive(st.none() | st.integers() | st.text(max_size=5), lambda c: st.lists(c) | st.dictionaries(st.text(), c))
 )

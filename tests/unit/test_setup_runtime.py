@@ -350,6 +350,7 @@ def test_half_installed_packages_are_found(setup: ModuleType, tmp_path: Path) ->
     ]
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_not_ours_is_left_alone(setup: ModuleType, runner, tmp_path: Path) -> None:
     precious = tmp_path / "home" / "thesis.txt"
     precious.parent.mkdir()
@@ -361,6 +362,7 @@ def test_a_folder_that_is_not_ours_is_left_alone(setup: ModuleType, runner, tmp_
     assert precious.read_text() == "years of work"
 
 
+@pytest.mark.slow
 def test_an_unfinished_environment_of_ours_is_made_anew(setup: ModuleType, runner, tmp_path: Path) -> None:
     target = setup.Target(tmp_path / "env")
     (target.venv / "bin").mkdir(parents=True)

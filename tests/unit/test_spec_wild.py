@@ -122,6 +122,7 @@ def test_any_document(document: Any):
     read(as_yaml(document))
 
 
+@pytest.mark.slow
 @WILD
 @given(st.dictionaries(st.sampled_from(list(ClusterSpec.model_fields)), values, min_size=3))
 def test_any_values_behind_the_right_keys(document: dict[str, Any]):
@@ -137,6 +138,7 @@ def _places(value: Any) -> list[tuple[Any, Any]]:
     return []
 
 
+@pytest.mark.slow
 @WILD
 @given(st.data())
 def test_a_valid_file_with_some_values_changed(data: st.DataObject):
@@ -200,6 +202,7 @@ def test_deep_nesting(opening: str):
     assert read(opening * 20_000) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text", ["${" * 100_000, "$" * 100_001, "a: '" + "${A" * 100_000, "*a " * 10_000, "\\" * 100_000]
 )
