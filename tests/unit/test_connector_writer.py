@@ -280,7 +280,7 @@ def test_another_kind_of_error_is_logged_too(rig: Rig, caplog: pytest.LogCapture
 
 def test_a_bad_notification_does_not_lose_its_siblings(rig: Rig) -> None:
     """F17: the queue of NIXL is emptied by reading it."""
-    bad = wire.PREFIX + bytes((wire.WIRE_VERSION,)) + b"D\x91"
+    bad = wire.PREFIX + bytes((wire.WIRE_VERSION,)) + b"D\xc1"  # a byte that msgpack never uses
     newer = wire.PREFIX + bytes((wire.WIRE_VERSION + 1,)) + b"D"
     rig.link.batches = [[bad, DONE, b"HEARTBEAT:upstream", HEARTBEAT, newer, b"", DONE]]
     rig.decode.errors["message"] = KeyError("a bug")
