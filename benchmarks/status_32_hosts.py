@@ -1,9 +1,12 @@
 """How long `pdctl status` takes for 32 SSH hosts, each with a running instance (a stand-in for vLLM). Needs root.
 
-    python benchmarks/status_32_hosts.py [--hosts 32] [--runs 5]
+    python benchmarks/status_32_hosts.py [--hosts 32] [--runs 5] [--shell-startup]
 
-Makes the hosts with tests/testbed/hosts.sh (a real sshd each, all on this machine), starts a cluster of half prefill and
+Makes the hosts with tests/testbed/hosts.sh (a real sshd each, all on this machine), starts a cluster of half prefill
+and
 half decode instances on them, and times whole `pdctl status --json` processes, connecting included. Removes everything.
+What a login shell's start-up files cost is not pdctl's: bash reads an empty ~/.bashrc on the hosts, unless
+--shell-startup is given.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=32)
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--shell-startup", action="store_true", help="keep ~/.bashrc as it is")
     options = parser.parse_args()
     testbed = Testbed(Path("/tmp/pd-testbed-bench"), bridge="pdtq0", net="10.81.0", prefix="q")
     with tempfile.TemporaryDirectory() as folder:
@@ -60,6 +64,11 @@ def main() -> int:
 
         testbed.up(options.hosts)
         try:
+            startup = Path.home() / ".bashrc"
+            if startup.exists() and not options.shell_startup:
+                for name in testbed.names(options.hosts):
+                    # In the host's own mount namespace.
+                    testbed.call("exec", name, "mount", "--bind", "/dev/null", str(startup))
             code, seconds = pdctl("up", "--keep", "--no-prove", "--json")
             print(f"pdctl up of {options.hosts} stand-ins: exit code {code}, {seconds:.2f} s")
             times = []

@@ -146,14 +146,17 @@ class Connections:
             if self._release(known):
                 self._begin(address, now, known)
             return "connecting"
+        if known.lost_at is not None:
+            # Soon, so that requests for a process that is gone do not wait for a handshake's time-out.
+            self._look(known, now)
         if known.state == "failed":
             if now < known.retry_at:
                 return "failed"
-            self._begin(address, now, known)
-        elif known.state == "broken" and not self._try_again(known, address, now):
-            hopeless = known.presence == "replaced" or now - (known.lost_at or now) > self._patience_s
-            return "failed" if hopeless else "connecting"
-        return "connecting"
+            known = self._begin(address, now, known)
+        elif known.state == "broken" and self._try_again(known, address, now):
+            known = self._known[address.engine_id]
+        hopeless = known.lost_at is not None and (_absent(known) or now - known.lost_at > self._patience_s)
+        return "failed" if hopeless else "connecting"
 
     def _try_again(self, known: _Connection, address: Address, now: float) -> bool:
         if now < known.retry_at or not self._release(known):
@@ -183,21 +186,19 @@ class Connections:
         known = self._known.get(engine_id)
         if known is None:
             return False
-        now = self._clock()
+        self._look(known, self._clock())
+        return _absent(known)
+
+    def _look(self, known: _Connection, now: float) -> None:
+        """Take in who answered on the side channel, and ask again when it is time."""
         if known.probe is not None and known.probe.done():
             self._take_probe(known, now)
-        # A look from before the loss says nothing about after it.
-        if known.presence == "replaced":
-            return True
-        if known.presence == "refused" and known.lost_at is not None and known.presence_at >= known.lost_at:
-            return True
         if known.probe is None and now - known.probed_at >= PROBE_S:
             known.probed_at = now
             address = known.address
             known.probe = self._transport.submit(
                 partial(self._transport.presence, address.host, address.port, address.engine_id, PROBE_S)
             )
-        return False
 
     def tick(self, now: float) -> None:
         """Take finished handshakes in; drop what is broken, replaced or unused."""
@@ -224,7 +225,7 @@ class Connections:
 
     # Inside.
 
-    def _begin(self, address: Address, now: float, former: _Connection | None) -> None:
+    def _begin(self, address: Address, now: float, former: _Connection | None) -> _Connection:
         made = _Connection(address, "connecting", last_used=now)
         if former is not None:
             if former.state != "ready":
@@ -234,6 +235,7 @@ class Connections:
         self._known[address.engine_id] = made
         future = self._transport.submit(partial(self._transport.handshake, address))
         future.add_done_callback(lambda done: self._finished.put((made, done)))
+        return made
 
     def _take_handshake(self, made: _Connection, future: Future[Any], now: float) -> None:
         engine_id = made.address.engine_id
@@ -260,13 +262,16 @@ class Connections:
     def _take_probe(self, known: _Connection, now: float) -> None:
         assert known.probe is not None
         probe, known.probe = known.probe, None
-        known.presence_at = known.probed_at
         try:
-            known.presence = probe.result()
+            found = probe.result()
         except Exception as error:
-            known.presence = "silent"
+            found = "silent"
             logger.warning("cannot look who answers at %s: %s", known.address.host, type(error).__name__)
         if known.presence == "replaced":
+            # Known for certain; only a handshake with the engine itself takes that back.
+            return
+        known.presence, known.presence_at = found, known.probed_at
+        if found == "replaced":
             self._replace(known, "another engine answers on its address", now)
 
     def _replace(self, known: _Connection, detail: str, now: float) -> None:
@@ -281,7 +286,20 @@ class Connections:
             known.backoff_s = BACKOFF_FIRST_S
         known.state, known.error, known.lost_at = "broken", detail, now
         known.retry_at = now + known.backoff_s
+        if known.probe is None:
+            # What was asked before the loss is no answer.
+            known.probed_at = -PROBE_S
+        self._look(known, now)
 
     def _release(self, known: _Connection) -> bool:
         engine_id = known.address.engine_id
         return engine_id not in self._transport.busy() and self._transport.release(engine_id)
+
+
+def _absent(known: _Connection) -> bool:
+    """Whether the engine's process certainly ended, as far as is known by now."""
+    if known.presence == "replaced":
+        return True
+    # A look from before the loss says nothing about after it.
+    asked_since = known.lost_at is not None and known.presence_at >= known.lost_at
+    return known.presence == "refused" and asked_since

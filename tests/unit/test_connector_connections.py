@@ -85,6 +85,16 @@ class World:
 
     # For tests.
 
+    @property
+    def handshakes(self) -> int:
+        """How many are under way."""
+        return sum(getattr(work, "func", None) == self.handshake for work, _ in self.work)
+
+    @property
+    def looks(self) -> int:
+        """How many looks at side channels are under way."""
+        return len(self.work) - self.handshakes
+
     def run(self, seconds: float = 0.01) -> None:
         """The other threads do their work, then the writer takes it in."""
         work, self.work = self.work, []
@@ -117,7 +127,7 @@ def world() -> World:
 def test_the_first_question_begins_one_handshake(world: World) -> None:
     for _ in range(3):
         assert world.connections.state(A) == "connecting"
-    assert len(world.work) == 1
+    assert world.handshakes == 1
     world.run()
     assert world.connections.state(A) == "ready"
     assert world.asked == [A]
@@ -173,7 +183,7 @@ def test_a_broken_connection_counts_as_coming_back_and_is_made_anew(world: World
     assert world.told[-1] == ("broke", "engine-a")
     assert world.connections.why("engine-a") == "RemoteDisconnect: reset"
     assert world.connections.state(A) == "connecting"
-    assert not world.work, "not before its pause"
+    assert not world.handshakes, "not before its pause"
     world.wait(connections.BACKOFF_FIRST_S)
     assert world.held == set()
     assert world.connections.state(A) == "connecting"
@@ -196,12 +206,12 @@ def test_nothing_is_released_while_a_write_is_in_flight(world: World) -> None:
     world.wait(5)
     assert world.connections.state(A_FULL) == "connecting"
     assert world.held == {"engine-a"}
-    assert not world.work
+    assert not world.handshakes
     world.in_use = set()
     world.wait(0.01)
     assert world.held == set()
     assert world.connections.state(A_FULL) == "connecting"
-    assert len(world.work) == 1
+    assert world.handshakes == 1
 
 
 def test_a_release_that_cannot_be_done_now_is_tried_again(world: World) -> None:
@@ -210,10 +220,10 @@ def test_a_release_that_cannot_be_done_now_is_tried_again(world: World) -> None:
     world.connections.broke("engine-a", RemoteDisconnect())
     world.wait(1)
     assert world.connections.state(A) == "connecting"
-    assert not world.work
+    assert not world.handshakes
     world.releasable = True
     assert world.connections.state(A) == "connecting"
-    assert len(world.work) == 1
+    assert world.handshakes == 1
 
 
 def test_patience_with_a_broken_connection_ends(world: World) -> None:
@@ -225,14 +235,33 @@ def test_patience_with_a_broken_connection_ends(world: World) -> None:
     world.wait(2)
     assert world.connections.state(A) == "failed"
     world.in_use = set()
+    assert world.connections.state(A) == "failed", "while the try is under way"
+    world.run()
+    assert world.connections.state(A) == "ready"
+
+
+def test_requests_for_a_process_that_ended_do_not_wait_for_a_handshake(world: World) -> None:
     world.connect()
+    world.answer = "refused"
+    world.connections.broke("engine-a", RemoteDisconnect("reset"))
+    assert world.looks == 1
+    world.run(0.001)
+    for _ in range(20):
+        assert world.connections.state(A) == "failed"
+        world.wait(0.3)
+    # It came back, as the same engine.
+    world.answer = "same"
+    deadline = world.now + 2 * connections.BACKOFF_LAST_S
+    while world.connections.state(A) != "ready":
+        world.run(0.1)
+        assert world.now < deadline
 
 
 def test_a_flapping_connection_pauses_longer_and_a_healthy_one_starts_afresh(world: World) -> None:
     def pause_after_breaking() -> float:
         world.connections.broke("engine-a", RemoteDisconnect())
         begun = world.now
-        while not world.work:
+        while not world.handshakes:
             world.connections.state(A)
             world.wait(0.05)
         world.run()
@@ -350,9 +379,11 @@ def test_a_connection_that_came_back_forgets_that_it_was_lost(world: World) -> N
     world.connect(A)
     world.answer = "refused"
     world.connections.broke("engine-a", RemoteDisconnect())
-    world.connections.gone("engine-a")
     world.run(connections.BACKOFF_FIRST_S)
-    world.connect(A)
+    assert world.connections.gone("engine-a")
+    assert world.connections.state(A) == "failed"
+    world.run()
+    assert world.connections.state(A) == "ready"
     assert not world.connections.gone("engine-a")
 
 
@@ -378,7 +409,7 @@ def test_one_look_at_a_time(world: World) -> None:
     for _ in range(10):
         world.connections.gone("engine-a")
         world.wait(connections.PROBE_S + 1)
-    assert len(world.work) == 1
+    assert world.looks == 1
 
 
 def test_a_look_that_fails_proves_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
