@@ -123,7 +123,8 @@ def local_cluster(runtime: str, demo_model: Path, tmp_path_factory: pytest.TempP
     cluster.pdctl("down", "--force")
 
 
-@pytest.fixture(scope="session")
+# Per module: the hosts are too small for this cluster beside that of another file.
+@pytest.fixture(scope="module")
 def faulty(
     runtime: str, demo_model: Path, testbed: Testbed, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Faulty]:
