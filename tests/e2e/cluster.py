@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -52,8 +53,13 @@ def post(url: str, body: dict[str, Any], *, timeout: float = 120, headers: dict[
     request = urllib.request.Request(
         url, json.dumps(body).encode(), {"Content-Type": "application/json", **(headers or {})}
     )
-    with urllib.request.urlopen(request, timeout=timeout) as response:
-        return json.load(response)
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            return json.load(response)
+    except urllib.error.HTTPError as error:
+        # It holds the connection; left to the garbage collector it would warn in the middle of another test.
+        error.close()
+        raise
 
 
 def complete(base: str, prompt: str, *, model: str, max_tokens: int = 12, **more: Any) -> str:
