@@ -57,7 +57,7 @@ def _print_table(result: ClusterStatus) -> None:
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("INSTANCE", "HOST", "STATE", "UP", "MEMORY", "REQUESTS", "KV USE", "WRITER", "TRANSFERS", "DETAIL"):
+    for title in ("INSTANCE", "HOST", "STATE", "UP", "MEMORY", "REQUESTS", "KV USE", "WRITER", "IN FLIGHT", "DETAIL"):
         table.add_column(title, justify="right" if title in ("UP", "MEMORY", "KV USE") else "left", overflow="fold")
     for instance in result.instances:
         glyph, style = _GLYPHS.get(instance.state, ("?", "red"))

@@ -165,7 +165,7 @@ class _Launch:
         self._fan_out(self.fleet.map(reach, list(self.plan.hosts), timeout_s=90))
 
     def _start(self, instances: Sequence[InstancePlan]) -> None:
-        self.reporter.step(f"starting {', '.join(i.name for i in instances)}")
+        self.reporter.step(f"starting what does not run of {', '.join(i.name for i in instances)}")
         by_host: dict[str, list[InstancePlan]] = {}
         for instance in instances:
             by_host.setdefault(instance.host, []).append(instance)

@@ -36,7 +36,8 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.name = f"stand-in-{os.getpid()}-{folder.name[-6:].lower().replace('_', '-').strip('-')}"
-        self.ports = free_ports(5)
+        # All of them, so that a demo that runs on this machine is not in the way.
+        self.ports = free_ports(8)
 
     def cluster(
         self, *, prefill: dict[str, str] | None = None, decode: dict[str, str] | None = None, extra=""
@@ -47,6 +48,7 @@ class Bench:
             options = "  vllm_args: {dtype: float32}\n"
             telemetry = self.ports[3 if name == "prefill" else 4]
             head = f"{name}:\n  hosts: [local]\n  port: {port}\n  telemetry_port: {telemetry}\n"
+            head += f"  side_channel_port: {self.ports[5 if name == 'prefill' else 6]}\n"
             return f"{head}{options}{block}{extra if name == 'decode' else ''}"
 
         file = self.folder / "cluster.yaml"
@@ -55,7 +57,7 @@ class Bench:
             f"env: {{PYTHONPATH: {str(STAND_IN)!r}}}\n"
             + role("prefill", self.ports[0], prefill)
             + role("decode", self.ports[1], decode)
-            + f"router: {{host: local, port: {self.ports[2]}}}\n"
+            + f"router: {{host: local, port: {self.ports[2]}, metrics_port: {self.ports[7]}}}\n"
         )
         return Cluster(file, {"PDCTL_HOME": str(self.folder / "home"), "HOME": str(self.folder)})
 

@@ -5,7 +5,8 @@ One prefill engine and two decode engines with one or two ranks each run the rea
 (WRITEs that take as long as they like, fail, or are posted in part), the memory on both ends, and vLLM's schedulers,
 which reuse a block as soon as they may. Keys are few, so that they collide.
 
-`PDCTL_HYPOTHESIS_EXAMPLES` sets the number of runs.
+`PDCTL_HYPOTHESIS_EXAMPLES` sets the number of runs. There are two kinds: those that hypothesis chooses are short, and
+it makes a failure of theirs shorter; those of `long_run` go far, and their seed repeats them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ PARKED_S = 12.0
 BACKOFF_S = 1.5
 # Longer than any retry or deadline in the code, so that what is left after it is left for ever.
 QUIET_S = 100
-EXAMPLES = int(os.environ.get("PDCTL_HYPOTHESIS_EXAMPLES", "60"))
+EXAMPLES = int(os.environ.get("PDCTL_HYPOTHESIS_EXAMPLES", "50"))
 BLOCK = 4
 BLOCKS = 12
 KEYS = ("one", "two", "three")
@@ -940,24 +941,23 @@ def test_long_runs() -> None:
             seen += long_run(seed)
         except Exception as error:
             raise AssertionError(f"long_run({seed}): {error}") from error
-    # The runs reach what they are for.
+    # Each run reaches what it is for, on average.
     wanted = {
-        "received": 200,
-        "the client left": 50,
-        "the client left; prefill does not answer, blocks kept": 1,
-        "no progress for 6 s": 5,
-        "no progress for 6 s, blocks kept": 20,
-        "duplicate": 50,
-        "mismatch": 20,
-        "expired": 1,
-        "transfer": 10,
-        "invalid": 3,
-        "handshake": 1,
-        "aborted": 20,
-        "cannot reach the prefill engine p-": 5,
-        "lost the prefill engine p-, blocks kept": 5,
+        "received": 2.0,
+        "the client left": 2.0,
+        "the client left; prefill does not answer, blocks kept": 0.1,
+        "no progress for 6 s": 0.1,
+        "no progress for 6 s, blocks kept": 1.0,
+        "duplicate": 1.0,
+        "mismatch": 0.1,
+        "expired": 0.05,
+        "transfer": 0.05,
+        "invalid": 0.05,
+        "aborted": 1.0,
+        "cannot reach the prefill engine p-": 0.2,
+        "lost the prefill engine p-, blocks kept": 0.2,
     }
-    assert {kind: seen[kind] for kind, least in wanted.items() if seen[kind] < least} == {}
+    assert {kind: seen[kind] for kind, least in wanted.items() if seen[kind] < least * 2 * EXAMPLES} == {}
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 2), (2, 2)])
