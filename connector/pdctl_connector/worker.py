@@ -114,7 +114,13 @@ class PdPushWorker(NixlPushConnectorWorker):
             settings=settings,
         )
         ledger = Ledger(observer=telemetry.observe_stage)
-        prefill = PrefillSide(_PrefillTransport(self), ledger, lease_s=self._lease_s, parked_s=2 * settings.timeout_s)
+        prefill = PrefillSide(
+            _PrefillTransport(self),
+            ledger,
+            lease_s=self._lease_s,
+            parked_s=2 * settings.timeout_s,
+            tp_size=self.world_size,
+        )
         decode = DecodeSide(
             _DecodeTransport(self),
             ledger,
