@@ -8,7 +8,7 @@ loaded machine.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 from pdctl.errors import NodeError
 from pdctl.lifecycle.completions import (
@@ -111,8 +111,3 @@ def in_rounds(
         if pairs:
             rounds.append(pairs)
     return rounds
-
-
-def first_failures(results: Mapping[str, object], describe: Callable[[str], str] = str) -> list[str]:
-    """The messages of the errors among ``results``, in order."""
-    return [f"{describe(name)}: {result}" for name, result in results.items() if isinstance(result, Exception)]
