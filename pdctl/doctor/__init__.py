@@ -1,0 +1,1 @@
+"""Preflight: facts of the hosts, judged by pure checks, before anything is launched."""
