@@ -152,6 +152,7 @@ class ClusterPlan:
             "accelerator": self.spec.accelerator,
             "fabric": self.spec.fabric,
             "mode": self.spec.transfer.mode,
+            "connector": "pdctl" if self.spec.transfer.own_connector else "upstream",
             "hosts": list(self.hosts),
             "instances": [instance.to_json() for instance in self.instances],
         }

@@ -13,7 +13,7 @@ from typing import Any
 from pdctl.errors import Problem
 from pdctl.plan_ports import Ports
 from pdctl.plan_seats import RouterSeat, Seat, argument, role_of
-from pdctl.spec import ROLES, ClusterSpec, Role
+from pdctl.spec import ROLES, ClusterSpec, Role, TransferSpec
 
 START_ID = "@START_ID@"
 """Stands for a fresh nonce at each start; the node agent fills it in."""
@@ -303,13 +303,13 @@ def kv_transfer_config(spec: ClusterSpec, seat: Seat, ports: Ports) -> dict[str,
         extra["backends"] = ["LIBFABRIC"]
     extra.update(transfer.extra)
     config: dict[str, Any] = {
-        "kv_connector": CONNECTOR_CLASS if transfer.mode == "push" else "NixlConnector",
+        "kv_connector": _connector_class(transfer),
         "kv_role": "kv_producer" if seat.role == "prefill" else "kv_consumer",
         "engine_id": f"{spec.cluster}-{seat.name}-{START_ID}",
         "kv_load_failure_policy": transfer.load_failure_policy,
         "kv_connector_extra_config": extra,
     }
-    if transfer.mode == "push":
+    if transfer.own_connector:
         config["kv_connector_module_path"] = CONNECTOR_MODULE
         own = transfer.extra.get("pdctl")
         extra["pdctl"] = {
@@ -324,6 +324,12 @@ def kv_transfer_config(spec: ClusterSpec, seat: Seat, ports: Ports) -> dict[str,
             "instance": seat.name,
         }
     return config
+
+
+def _connector_class(transfer: TransferSpec) -> str:
+    if transfer.own_connector:
+        return CONNECTOR_CLASS
+    return "NixlPushConnector" if transfer.mode == "push" else "NixlConnector"
 
 
 def check_transfer(spec: ClusterSpec, problems: list[Problem]) -> None:

@@ -146,7 +146,7 @@ def vllm_environment(
         fixed["CUDA_VISIBLE_DEVICES"] = device_list(devices)
     elif spec.accelerator == "neuron":
         fixed["NEURON_RT_VISIBLE_CORES"] = device_ranges(devices)
-    connector = f"{HOME}/.pdctl/connector/{connector_digest}" if spec.transfer.mode == "push" else ""
+    connector = f"{HOME}/.pdctl/connector/{connector_digest}" if spec.transfer.own_connector else ""
     return _merge(own, layers_of(spec, seat), environ, fixed, python_path=connector)
 
 

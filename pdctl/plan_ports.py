@@ -104,7 +104,7 @@ def assign_ports(
     Returns:
         ports by instance name, and the router's metrics port. Meaningless if a problem was added.
     """
-    kinds = [_API, _SIDE_CHANNEL, *([_TELEMETRY] if spec.transfer.mode == "push" else [])]
+    kinds = [_API, _SIDE_CHANNEL, *([_TELEMETRY] if spec.transfer.own_connector else [])]
     assignment = _Assignment(spec, problems)
     assignment.fix(router.machine, _Claim(spec.router.port, 1, "the port of the router", "router.port"))
     metrics = spec.router.metrics_port

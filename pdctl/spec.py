@@ -18,6 +18,7 @@ from pdctl.spec_values import (
     MAX_SECONDS,
     Address,
     ArgumentValue,
+    CheckId,
     ClusterName,
     Devices,
     Environment,
@@ -32,6 +33,7 @@ from pdctl.spec_values import (
     Port,
     ProfileName,
     Python,
+    Reason,
     Region,
     RouterArguments,
     Scalar,
@@ -55,8 +57,10 @@ __all__ = [
     "ArgumentValue",
     "AwsSpec",
     "ClusterSpec",
+    "DoctorSpec",
     "EnvValue",
     "HostSpec",
+    "IgnoreSpec",
     "Role",
     "RoleSpec",
     "RouterSpec",
@@ -77,6 +81,8 @@ MAX_PARALLEL = 1024
 """Largest tensor_parallel and data_parallel."""
 MAX_INSTANCES_PER_HOST = 64
 """Most instances of one role on a host."""
+MAX_IGNORED = 256
+"""Most entries of the doctor's ignore list."""
 MAX_PROBLEMS = 200
 """Most problems listed; a file with more is most likely not a cluster file."""
 
@@ -104,14 +110,24 @@ class _Section(BaseModel):
 
 
 class TransferSpec(_Section):
-    """How the KV cache travels. ``extra`` goes to the connector as more of ``kv_connector_extra_config``."""
+    """How the KV cache travels. ``extra`` goes to the connector as more of ``kv_connector_extra_config``.
+
+    ``connector: upstream`` takes vLLM's own push connector, to compare with: no telemetry, no ledger, none of its
+    faults mended. Pull mode always uses vLLM's own.
+    """
 
     mode: Annotated[Literal["push", "pull"], one_of("push", "pull")] = "push"
+    connector: Annotated[Literal["pdctl", "upstream"], one_of("pdctl", "upstream")] = "pdctl"
     timeout_s: Seconds = 30.0
     stall_after_s: Seconds = 5.0
     lease_s: Annotated[int, whole_number(1, int(MAX_SECONDS))] = 30
     load_failure_policy: Annotated[Literal["fail", "recompute"], one_of("fail", "recompute")] = "fail"
     extra: JsonMapping = Field(default_factory=dict)
+
+    @property
+    def own_connector(self) -> bool:
+        """Whether pdctl's connector moves the KV cache, so that its ranks have telemetry and a ledger."""
+        return self.mode == "push" and self.connector == "pdctl"
 
 
 class SshSpec(_Section):
@@ -192,6 +208,20 @@ class AwsSpec(_Section):
     profile: ProfileName | None = None
 
 
+class IgnoreSpec(_Section):
+    """A finding of ``pdctl doctor`` that does not count: of one check, on some hosts (or all), for a reason."""
+
+    id: CheckId
+    hosts: Annotated[list[HostName], entries("hosts", 1, 2 * MAX_HOSTS)] | None = None
+    reason: Reason
+
+
+class DoctorSpec(_Section):
+    """What ``pdctl doctor`` leaves out of account."""
+
+    ignore: Annotated[list[IgnoreSpec], entries("ignored checks", 0, MAX_IGNORED)] = Field(default_factory=list)
+
+
 class ClusterSpec(_Section):
     """A whole cluster file. Made by :func:`load` and :func:`parse`; knows the lines its keys came from."""
 
@@ -207,6 +237,7 @@ class ClusterSpec(_Section):
     decode: RoleSpec
     router: RouterSpec
     aws: AwsSpec | None = None
+    doctor: DoctorSpec = Field(default_factory=DoctorSpec)
 
     _file: str = PrivateAttr(default="")
     _lines: dict[str, int] = PrivateAttr(default_factory=dict)
@@ -382,6 +413,8 @@ _MODELS: dict[tuple[str, ...], type[_Section]] = {
     ("decode", "hosts"): HostSpec,
     ("router",): RouterSpec,
     ("aws",): AwsSpec,
+    ("doctor",): DoctorSpec,
+    ("doctor", "ignore"): IgnoreSpec,
 }
 
 _EXAMPLES = {
@@ -395,6 +428,8 @@ _EXAMPLES = {
     "hosts": "for example `hosts: [p1, p2]`",
     "host": "for example `host: p1`",
     "name": "for example `{name: p1, address: 10.0.0.1}`",
+    "id": "for example `{id: HOST004, reason: the disk is grown tomorrow}`; `pdctl doctor list` shows the ids",
+    "reason": "say why the finding does not count here, for the next reader",
 }
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -19,8 +18,8 @@ logger = logging.getLogger("vllm.pdctl_connector.bookkeeping")
 
 WAITING_AGAIN_S: Final = 5.0
 """Requests that wait for blocks are told to the workers again after so long, though they have not changed."""
-ATTEMPTS_KEPT: Final = 4096
-"""Keys whose number of tries is remembered."""
+ATTEMPTS: Final = 2**31
+"""Attempt numbers start again from 0 after so many."""
 WITH_KV: Final = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 """Ends of a prefill request that leave its KV complete."""
 LOAD_FAILED: Final = "FINISHED_ERROR"
@@ -111,7 +110,7 @@ class Bookkeeping:
         self._waiting_told = 0.0
         self._waiting_changed = False
         self._receiving: dict[str, tuple[Receive, list[Any]]] = {}
-        self._attempts: OrderedDict[str, int] = OrderedDict()
+        self._attempt = -1
         # Prefill: requests at work, and finished ones whose blocks the writer holds.
         self._prefilling: set[str] = set()
         self._sending: set[str] = set()
@@ -128,9 +127,14 @@ class Bookkeeping:
     # --- decode ------------------------------------------------------------------------------------------------------
 
     def arrived(self, request: Request) -> None:
-        """A request was queued. If it will want KV, prefill is asked to keep it meanwhile."""
+        """A request was queued. One that will want KV asks prefill to keep it; one for another engine is announced."""
         params = request.kv_transfer_params
-        if not params or not params.get("do_remote_prefill"):
+        if not params:
+            return
+        if params.get("do_remote_decode"):
+            # Now, not when it gets blocks: decode is to hear that it is known, however long the queue is here.
+            self.prefilling(request)
+        if not params.get("do_remote_prefill"):
             return
         peer = peer_in(params)
         if peer is None:
@@ -177,7 +181,7 @@ class Bookkeeping:
         receive = Receive(
             request_id=request.request_id,
             key=key,
-            attempt=self._next_attempt(key),
+            attempt=self._next_attempt(),
             peer=peer,
             block_ids=wanted,
             first_block=first,
@@ -206,7 +210,7 @@ class Bookkeeping:
     # --- prefill -----------------------------------------------------------------------------------------------------
 
     def prefilling(self, request: Request) -> None:
-        """A request for another engine got blocks. Told once, however often it is preempted."""
+        """A request for another engine is here. Told once, however often it is queued or preempted."""
         if request.request_id not in self._prefilling:
             self._prefilling.add(request.request_id)
             self._step.prefilling.append(
@@ -232,7 +236,7 @@ class Bookkeeping:
             self._waiting_changed = True
             params["do_remote_prefill"] = False
             key, peer = waiting
-            self._step.given_up.append(GivenUp(request.request_id, key, self._next_attempt(key), peer))
+            self._step.given_up.append(GivenUp(request.request_id, key, self._next_attempt(), peer))
             return False
         if entry := self._receiving.get(request.request_id):
             receive, _ = entry
@@ -311,12 +315,10 @@ class Bookkeeping:
         self.quarantine.release(pool)
         self._sending.difference_update(sent)
 
-    def _next_attempt(self, key: str) -> int:
-        attempt = self._attempts.pop(key, -1) + 1
-        self._attempts[key] = attempt
-        while len(self._attempts) > ATTEMPTS_KEPT:
-            self._attempts.popitem(last=False)
-        return attempt
+    def _next_attempt(self) -> int:
+        # One count for all keys: a count per key would have to be forgotten some time, and its numbers come twice.
+        self._attempt = (self._attempt + 1) % ATTEMPTS
+        return self._attempt
 
 
 @dataclass

@@ -2,7 +2,8 @@
 
 `PDCTL_FAULTS` is never set by pdctl's launcher. Its value is a comma-separated list of ``operation:n:action``; ``n``
 counts from 1, or is ``*``. Actions: ``raise`` (a NIXL backend error), ``disconnect`` (a remote disconnect),
-``sleep=SECONDS``, ``return=VALUE``, ``drop`` (nothing is done), ``twice`` (it is done twice). ``operation`` is a method
+``sleep=SECONDS``, ``return=VALUE``, ``drop`` (nothing is done), ``twice`` (it is done twice), ``reverse`` (of
+``make_prepped_xfer``: the blocks go out in the wrong order, so that the KV cache is damaged). ``operation`` is a method
 of the NIXL agent, or ``send_notif/KIND`` for notifications of one kind (REG, FAIL...; not the DONE of a WRITE).
 The variable may name a file instead, as ``@/path``: it is read again at every call, so faults can come and go.
 """
@@ -59,7 +60,7 @@ class Faults:
         self._lock = threading.Lock()
 
     def __call__(self, operation: str, args: tuple[Any, ...], run: Callable[..., Any]) -> Any:
-        """Run an operation, or what a fault makes of it."""
+        """Run an operation, or what a fault makes of it. ``run`` takes other arguments if it is given any."""
         names = [operation]
         if operation == "send_notif":
             names.append(f"send_notif/{_kind(args)}")
@@ -76,6 +77,9 @@ class Faults:
                 return None
             elif fault.action == "twice":
                 run()
+            elif fault.action == "reverse":
+                # operation, local list, local numbers, remote list, remote numbers
+                return run(*args[:2], args[2][::-1], *args[3:])
         return run()
 
     def _due(self, names: list[str]) -> list[_Fault]:
@@ -96,7 +100,7 @@ def _parsed(text: str) -> list[_Fault]:
         operation, _, rest = entry.partition(":")
         call, _, action = rest.partition(":")
         word, _, value = action.partition("=")
-        bad = word not in ("sleep", "raise", "disconnect", "return", "drop", "twice")
+        bad = word not in ("sleep", "raise", "disconnect", "return", "drop", "twice", "reverse")
         bad = bad or not (call == "*" or (call.isdecimal() and int(call) > 0))
         bad = bad or (word == "sleep" and not value.replace(".", "", 1).isdecimal())
         if bad:

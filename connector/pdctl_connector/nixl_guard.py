@@ -169,7 +169,7 @@ class NixlGuard:
             self._operation = (name, time.monotonic())
             try:
                 if self._fault is not None:
-                    return self._fault(name, args, lambda: method(*args, **kwargs))
+                    return self._fault(name, args, lambda *other: method(*(other or args), **kwargs))
                 return method(*args, **kwargs)
             finally:
                 self._operation = outer

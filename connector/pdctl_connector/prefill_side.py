@@ -206,6 +206,8 @@ class PrefillSide:
         self._swept_at = -math.inf
         self._stopping = False
         self._logged: set[str] = set()
+        # When the engine's main thread last gave a sign of life: set by the caller before `tick`.
+        self.engine_at = math.inf
         self.expired = 0
         self.written: dict[str, int] = {"posted": 0, "completed": 0, "failed": 0, "bytes": 0}
 
@@ -229,7 +231,7 @@ class PrefillSide:
     # Events from the engine.
 
     def on_prefilling(self, event: Prefilling, now: float) -> None:
-        """A request is in a batch for the first time."""
+        """A request is queued here, or in a batch."""
         if event.request_id in self._requests:
             return
         numbers = self._numbers.setdefault(event.key, set())
@@ -684,6 +686,8 @@ class PrefillSide:
             now - request.told_alive_at >= ALIVE_S
             # It is not getting on while a rank is missing: the others will have their deadline.
             and self._complete(registration, request.ranks)
+            # Nor while this engine hangs in a step: its writer lives on, and would keep decode waiting for ever.
+            and (request.ready_at is not None or now - self.engine_at <= self._parked_s / 2)
             and self._transport.connect(registration) == "ready"
         ):
             request.told_alive_at = now

@@ -66,6 +66,7 @@ class Writer:
         self._last_round: float | None = None
         self._told_shutdown = False
         self._beat = time.monotonic()
+        self._engine_at = time.monotonic()
         self._thread = threading.Thread(target=self.run, name=name, daemon=True)
 
     # The engine's side: called from its main thread.
@@ -76,11 +77,13 @@ class Writer:
 
     def hand_over(self, step: Step) -> None:
         """Give work to the writer. Does not wait."""
+        self._engine_at = time.monotonic()
         self._inbox.put(step)
         self._wake.set()
 
     def take(self) -> tuple[list[str], list[Settled], list[str]]:
-        """Sent, settled and fenced requests since the last call."""
+        """Sent, settled and fenced requests since the last call. The engine calls this with every step."""
+        self._engine_at = time.monotonic()
         if not (self._sent or self._settled or self._fenced):
             return [], [], []
         with self._lock:
@@ -167,6 +170,7 @@ class Writer:
         self._guarded("inbox", self._take_in, now)
         self._guarded("connections", self._link.housekeeping, now)
         self._guarded("notifications", self._read, now)
+        self.prefill.engine_at = self._engine_at
         self._guarded("prefill", self.prefill.tick, now)
         self._guarded("decode", self.decode.tick, now)
         stopping = self._stop.is_set()

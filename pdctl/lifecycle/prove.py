@@ -50,7 +50,7 @@ def prove(nodes: Nodes, fleet: Fleet, plan: ClusterPlan, reporter: Reporter) -> 
                 _evidence(plan.decode, before, look.counters),
             )
         ]
-        if plan.spec.transfer.mode == "push":
+        if plan.spec.transfer.own_connector:
             missing = judge_ledgers(look.records["prefill"], look.records["decode"], routed.prompt_tokens)
             verdicts.append(Verdict(tuple(missing), ()))
         if all(verdict.proven for verdict in verdicts) or time.monotonic() > deadline:
@@ -109,7 +109,7 @@ def _look(nodes: Nodes, fleet: Fleet, plan: ClusterPlan) -> _Look:
     by_host: dict[str, list[InstancePlan]] = {}
     for engine in (*plan.prefill, *plan.decode):
         by_host.setdefault(engine.host, []).append(engine)
-    telemetry = plan.spec.transfer.mode == "push"
+    telemetry = plan.spec.transfer.own_connector
     counters: dict[str, Counters] = {}
     records: dict[str, list[Mapping[str, Any]]] = {"prefill": [], "decode": []}
 

@@ -52,9 +52,9 @@ def telemetry_requests(instance: InstancePlan, path: str) -> list[HttpRequest]:
     ]
 
 
-def has_telemetry(instance: InstancePlan, mode: str) -> bool:
-    """Only the push connector serves telemetry; upstream's pull connector and the router do not."""
-    return mode == "push" and instance.role != "router"
+def has_telemetry(instance: InstancePlan) -> bool:
+    """Only ranks of pdctl's connector serve telemetry, and only they have a port for it."""
+    return instance.role != "router" and bool(instance.telemetry_ports)
 
 
 def read_health(rank: int, response: HttpResponse) -> RankHealth:

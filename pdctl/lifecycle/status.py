@@ -91,7 +91,7 @@ def status(plan: ClusterPlan, fleet: Fleet) -> ClusterStatus:
         by_host[instance.host].append(instance)
 
     def ask(host: Host) -> tuple[list[InstanceStatus], list[InstanceStatus]]:
-        return _ask(nodes, host.name, by_host[host.name], plan.spec.transfer.mode)
+        return _ask(nodes, host.name, by_host[host.name])
 
     results = fleet.map(ask, list(by_host), timeout_s=_HOST_S)
     entries: dict[str, InstanceStatus] = {}
@@ -110,14 +110,14 @@ def status(plan: ClusterPlan, fleet: Fleet) -> ClusterStatus:
 
 
 def _ask(
-    nodes: Nodes, host: str, instances: Sequence[InstancePlan], mode: str
+    nodes: Nodes, host: str, instances: Sequence[InstancePlan]
 ) -> tuple[list[InstanceStatus], list[InstanceStatus]]:
     questions: dict[str, list[HttpRequest]] = {}
     for instance in instances:
         questions[instance.name] = [HttpRequest("GET", f"{instance.url}/health", timeout_s=_HTTP_S)]
         if instance.role != "router":
             questions[instance.name].append(HttpRequest("GET", f"{instance.url}/metrics", timeout_s=_HTTP_S))
-        if has_telemetry(instance, mode):
+        if has_telemetry(instance):
             questions[instance.name] += telemetry_requests(instance, "/healthz")
     found = nodes.status(host, [instance.name for instance in instances], questions)
     statuses = []

@@ -150,10 +150,10 @@ class _Launch:
 
     def _ship(self) -> None:
         self.reporter.step(f"reaching {_count(len(self.plan.hosts), 'host')}")
-        push = self.plan.spec.transfer.mode == "push"
-        files = connector_files() if push else {}
+        own = self.plan.spec.transfer.own_connector
+        files = connector_files() if own else {}
         digest = connector_digest(files)
-        need = {engine.host for engine in self.engines} if push else set()
+        need = {engine.host for engine in self.engines} if own else set()
 
         def reach(host: Host) -> None:
             # Every host, also one that needs nothing: none is started while another cannot be reached.
@@ -205,7 +205,7 @@ class _Launch:
 
     def _check_writers(self) -> None:
         """vLLM's health check says nothing of the writer: ask every rank."""
-        if self.plan.spec.transfer.mode != "push":
+        if not self.plan.spec.transfer.own_connector:
             return
         by_host: dict[str, list[InstancePlan]] = {}
         for engine in self.engines:

@@ -70,7 +70,7 @@ def demo_model(runtime: str) -> Path:
 @pytest.fixture(scope="session")
 def testbed() -> Iterator[Testbed]:
     """Two hosts of their own, each with its sshd; not those of the integration tests."""
-    made = Testbed(Path("/tmp/pd-testbed-e2e"), bridge="pdte0", net="10.80.0", prefix="e")
+    made = Testbed(Path("/tmp/pd-testbed-e2e"), bridge="pdv0", net="10.80.0", prefix="v")
     made.up(2)
     yield made
     made.down()
@@ -128,7 +128,15 @@ def local_cluster(runtime: str, demo_model: Path, tmp_path_factory: pytest.TempP
 def faulty(
     runtime: str, demo_model: Path, testbed: Testbed, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Faulty]:
-    file = tmp_path_factory.mktemp("faults") / "cluster.yaml"
+    folder = tmp_path_factory.mktemp("faults")
+    file = folder / "cluster.yaml"
+    # pdctl does not pass PDCTL_FAULTS on, so the interpreter sets it; the files of faults are empty for most tests.
+    pythons = []
+    for number in (1, 2):
+        python = folder / f"python-{number}"
+        python.write_text(f'#!/bin/sh\nPDCTL_FAULTS=@{folder}/faults-{number} exec {runtime} "$@"\n')
+        python.chmod(0o755)
+        pythons.append(python)
     options = "enforce-eager: true, dtype: float32, max-model-len: 4096, served-model-name: demo"
     file.write_text(
         f"""\
@@ -141,15 +149,17 @@ transfer: {{timeout_s: {TIMEOUT_S}, lease_s: {LEASE_S}}}
 env: {{VLLM_CPU_KVCACHE_SPACE: "1", VLLM_CPU_OMP_THREADS_BIND: nobind, OMP_NUM_THREADS: "1"}}
 prefill:
   hosts: [{{name: {testbed.name(1)}, address: {testbed.address(1)}}}]
+  python: {pythons[0]}
   vllm_args: {{{options}, num-gpu-blocks-override: 200}}
 decode:
+  python: {pythons[1]}
   hosts: [{{name: {testbed.name(2)}, address: {testbed.address(2)}}}]
   vllm_args: {{{options}, num-gpu-blocks-override: 60}}
 router: {{host: {testbed.name(1)}, port: 8000}}
 """
     )
     cluster = Cluster(file, {"PDCTL_SSH_CONFIG": str(testbed.ssh_config)})
-    made = Faulty(cluster, testbed)
+    made = Faulty(cluster, testbed, folder)
     result = cluster.pdctl("up", "--json", timeout=400)
     try:
         assert result.code == 0, result.err

@@ -8,6 +8,9 @@ import os
 import random
 import signal
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +33,30 @@ def text_of(words: int, seed: object) -> str:
 class Faulty:
     """The cluster under test, with the legs of a disaggregated request as single calls."""
 
-    def __init__(self, cluster: Cluster, testbed: Testbed) -> None:
-        self.cluster, self.testbed = cluster, testbed
+    def __init__(self, cluster: Cluster, testbed: Testbed, folder: Path) -> None:
+        self.cluster, self.testbed, self.folder = cluster, testbed, folder
         self.prefill = f"http://{testbed.address(1)}:8100"
         self.decode = f"http://{testbed.address(2)}:8200"
         self.router = f"http://{testbed.address(1)}:8000"
-        self.faults = Path("/tmp/pdctl-faults-e2e")
         self.serial = random.SystemRandom().randrange(10**9)
+
+    @contextmanager
+    def failing(self, number: int, faults: str) -> Iterator[None]:
+        """NIXL operations of an instance fail on purpose; see pdctl_connector/faults.py."""
+        file = self.folder / f"faults-{number}"
+        file.write_text(faults)
+        try:
+            yield
+        finally:
+            file.unlink()
+
+    def legs(self, prompt: str, name: str) -> tuple[int, str, float]:
+        """Both legs of a request at once; the answer of decode's."""
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(self.prefill_leg, prompt, name)
+            answer = self.decode_leg(prompt, name)
+            other.result()
+        return answer
 
     def fresh(self, words: int = 60) -> str:
         self.serial += 1

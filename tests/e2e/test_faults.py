@@ -212,6 +212,84 @@ def test_f08_a_slow_write_longer_than_the_lease_completes(faulty: Faulty) -> Non
     assert (status, text) == (200, faulty.alone(prompt))
 
 
+def test_a_damaged_transfer_is_seen(faulty: Faulty) -> None:
+    """The tests compare texts: that says something only if a wrong KV cache gives a wrong text."""
+    prompts = [faulty.fresh(150) for _ in range(6)]
+    with faulty.failing(1, "make_prepped_xfer:*:reverse"):
+        damaged = [faulty.legs(prompt, f"damaged-{n}-{faulty.serial}") for n, prompt in enumerate(prompts)]
+    assert [status for status, _, _ in damaged] == [200] * len(prompts)
+    different = [text != faulty.alone(prompt) for prompt, (_, text, _) in zip(prompts, damaged, strict=True)]
+    assert sum(different) >= len(prompts) - 1
+
+
+@pytest.mark.parametrize("operation", ["make_prepped_xfer", "transfer"])
+def test_f06_f18_a_write_that_cannot_be_posted_is_told_at_once(faulty: Faulty, operation: str) -> None:
+    before = faulty.outcomes(1)["prefill/failed"]
+    with faulty.failing(1, f"{operation}:*:raise"):
+        status, _, seconds = faulty.legs(faulty.fresh(), f"f06-{operation}-{faulty.serial}")
+    assert status == 500
+    assert seconds < 3
+    assert faulty.outcomes(1)["prefill/failed"] == before + 1
+
+
+def test_f07_a_write_whose_state_cannot_be_read_is_an_error_in_time(faulty: Faulty) -> None:
+    with faulty.failing(1, "check_xfer_state:*:raise"):
+        prompt = faulty.fresh()
+        status, text, seconds = faulty.legs(prompt, f"f07-{faulty.serial}")
+    assert status == 500 or (status == 200 and text == faulty.alone(prompt))
+    in_time(seconds)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_f17_an_error_while_reading_loses_no_message(faulty: Faulty, number: int) -> None:
+    prompt, name = faulty.fresh(), f"f17-{number}-{faulty.serial}"
+    with ThreadPoolExecutor(1) as pool:
+        with faulty.failing(number, "get_new_notifs:*:raise"):
+            answer = pool.submit(faulty.legs, prompt, name)
+            time.sleep(1.5)
+        status, text, seconds = answer.result()
+    assert (status, text) == (200, faulty.alone(prompt))
+    in_time(seconds)
+    writer = faulty.health(number)["writer"]
+    assert writer["alive"]
+    assert writer["last_error"].startswith("notifications: nixlBackendError")
+
+
+def test_a_lost_registration_is_sent_again(faulty: Faulty) -> None:
+    prompt, name = faulty.fresh(), f"lost-{faulty.serial}"
+    with ThreadPoolExecutor(1) as pool:
+        with faulty.failing(2, "send_notif/REG:*:drop"):
+            answer = pool.submit(faulty.legs, prompt, name)
+            time.sleep(1.0)
+        status, text, seconds = answer.result()
+    assert (status, text) == (200, faulty.alone(prompt))
+    in_time(seconds)
+
+
+def test_registrations_that_come_twice_change_nothing(faulty: Faulty) -> None:
+    with faulty.failing(2, "send_notif/REG:*:twice"):
+        prompts = [faulty.fresh() for _ in range(5)]
+        answers = [faulty.legs(prompt, f"twice-{n}-{faulty.serial}") for n, prompt in enumerate(prompts)]
+    assert [text for _, text, _ in answers] == [faulty.alone(prompt) for prompt in prompts]
+
+
+def test_a_failure_that_gets_lost_ends_in_decodes_time(faulty: Faulty) -> None:
+    prompt, name = faulty.fresh(100), f"untold-{faulty.serial}"
+    with faulty.failing(1, "send_notif/FAIL:*:drop"):
+        assert faulty.prefill_leg("z" + prompt, name)[0] == 200
+        status, _, seconds = faulty.decode_leg(prompt, name)
+    assert status == 500
+    in_time(seconds)
+
+
+def test_a_writer_that_hangs_in_nixl_says_where_and_since_when(faulty: Faulty) -> None:
+    with faulty.failing(1, "get_new_notifs:*:sleep=3"):
+        time.sleep(2.8)
+        writer = faulty.health(1)["writer"]
+    assert (writer["alive"], writer["op"]) == (True, "get_new_notifs")
+    assert writer["op_age_s"] > 0.5 or writer["heartbeat_age_s"] > 0.5
+
+
 @pytest.mark.parametrize("cut", ["cut", "cut-oneway"])
 def test_f07_f27_the_link_is_cut_during_the_write_and_healed(faulty: Faulty, cut: str) -> None:
     # Without the router: it sits beside prefill, so decode's answer could not reach it over the cut link either.

@@ -73,6 +73,14 @@ def test_sleep_waits_and_then_does_it() -> None:
     assert agent.sent == [b"1"]
 
 
+def test_reverse_sends_the_blocks_in_the_wrong_order() -> None:
+    sent: list[object] = []
+    fault = faults.Faults("make_prepped_xfer:*:reverse")
+    args = ("WRITE", "local", [3, 4, 5], "remote", [7, 8, 9])
+    fault("make_prepped_xfer", args, lambda *other: sent.append(other or args))
+    assert sent == [("WRITE", "local", [5, 4, 3], "remote", [7, 8, 9])]
+
+
 def test_notifications_are_told_apart_by_kind() -> None:
     guard, agent = guarded("send_notif/ALIVE:*:drop,send_notif/HB:1:twice")
     alive = wire.encode(wire.Alive(key="k", attempt=0, stage="ready"))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from pdctl_connector import wire
-from pdctl_connector.bookkeeping import ATTEMPTS_KEPT, WAITING_AGAIN_S, Bookkeeping, Geometry, Quarantine, peer_in
+from pdctl_connector.bookkeeping import ATTEMPTS, WAITING_AGAIN_S, Bookkeeping, Geometry, Quarantine, peer_in
 from pdctl_connector.step import Ended, Peer, Step
 
 SIZE = 16
@@ -203,17 +203,24 @@ def test_every_try_of_a_key_has_its_own_number(book: Bookkeeping) -> None:
         waiting(book, "same")
         results(book, received=["same" + SUFFIX])
     waiting(book, "other")
-    assert [(r.key, r.attempt) for r in step_of(book).receive] == [("same", 0), ("same", 1), ("same", 2), ("other", 0)]
+    assert [(r.key, r.attempt) for r in step_of(book).receive] == [("same", 0), ("same", 1), ("same", 2), ("other", 3)]
 
 
-def test_attempts_are_remembered_for_a_bounded_number_of_keys(book: Bookkeeping) -> None:
-    for number in range(ATTEMPTS_KEPT + 1):
+def test_attempt_numbers_start_again_after_very_many(book: Bookkeeping) -> None:
+    book._attempt = ATTEMPTS - 2
+    for number in range(3):
         waiting(book, f"r{number}")
-        results(book, received=[f"r{number}{SUFFIX}"])
-    step_of(book)
-    waiting(book, "r0")
-    waiting(book, f"r{ATTEMPTS_KEPT}")
-    assert [r.attempt for r in step_of(book).receive] == [0, 1]
+    assert [r.attempt for r in step_of(book).receive] == [ATTEMPTS - 1, 0, 1]
+
+
+def test_prefill_announces_a_request_when_it_is_queued_and_only_once(book: Bookkeeping) -> None:
+    request = Request("cmpl-1", {"do_remote_decode": True})
+    book.arrived(request)
+    assert [(p.request_id, p.tokens) for p in step_of(book).prefilling] == [("cmpl-1" + SUFFIX, 40)]
+    book.prefilling(request)
+    assert book.take_step() is None
+    assert not book.finished(request.ended("FINISHED_ABORTED"), [])
+    assert [ended.reason for ended in step_of(book).ended] == ["aborted"]
 
 
 def test_the_routers_transfer_id_is_the_key(book: Bookkeeping) -> None:

@@ -980,6 +980,20 @@ def test_alive_is_said_until_the_write_is_posted(prefill: Prefill) -> None:
     assert prefill.nixl.sent == []
 
 
+def test_alive_is_not_said_for_an_engine_that_hangs(prefill: Prefill) -> None:
+    """F05: its writer lives on, but nothing is getting on; decode's deadline must pass."""
+    prefill.gets(register())
+    prefill.begins()
+    prefill.side.engine_at = prefill.now
+    prefill.passes(PARKED_S / 2)
+    assert prefill.nixl.take("ALIVE")
+    prefill.passes(60)
+    assert prefill.nixl.take("ALIVE") == []
+    prefill.side.engine_at = prefill.now
+    prefill.passes(4)
+    assert prefill.nixl.take("ALIVE")
+
+
 def test_alive_is_not_said_without_a_registration_or_a_connection(prefill: Prefill) -> None:
     prefill.begins()
     prefill.passes(5)
