@@ -185,7 +185,7 @@ CAUSES: tuple[Cause, ...] = (
     # --- ports and addresses
     Cause(
         "side-channel-port-in-use",
-        ("the NIXL side channel port {port} on {address} is already in use; vLLM waits for it for ever",),
+        ("the NIXL side channel port {port} on {address} is already in use",),
         "`ss -ltnp 'sport = :{port}'` on this host shows who holds it. End that process, or set `side_channel_port` in "
         "the cluster file; each data-parallel rank takes one port from there on.",
         (
