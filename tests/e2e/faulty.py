@@ -21,13 +21,13 @@ MODEL = "demo"
 TIMEOUT_S = 8.0
 LEASE_S = 5
 MARGIN_S = 5.0
+WORDS = ["prefill", "decode", "block", "router", "writer", "window", "signal", "letter", "garden", "stone"]
 PREFILL_LEG = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 def text_of(words: int, seed: object) -> str:
     chooser = random.Random(str(seed))
-    vocabulary = ["prefill", "decode", "block", "router", "writer", "window", "signal", "letter", "garden", "stone"]
-    return f"{seed}: " + " ".join(chooser.choices(vocabulary, k=words))
+    return f"{seed}: " + " ".join(chooser.choices(WORDS, k=words))
 
 
 class Faulty:
