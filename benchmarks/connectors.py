@@ -242,6 +242,12 @@ def calibrate(pair: Pair) -> None:
     _tokens_per_word[0] = count / (50 * len(_WORDS))
 
 
+def in_flight(testbed: Testbed, port: int) -> int:
+    """Transfers that prefill's rank has in flight, those included that wait for decode."""
+    text = testbed.call("exec", testbed.name(1), "curl", "-s", "-m", "5", f"http://127.0.0.1:{port}/healthz")
+    return int(json.loads(text)["transfers"]["inflight"])
+
+
 @dataclass
 class Samples:
     """Answers by cell, mode and round."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import statistics
 import sys
@@ -24,12 +23,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "connector")]
 
 import benchmarks.connectors as connectors  # noqa: E402  # found by the line above
 from tests.testbed.hosts import Testbed  # noqa: E402
-
-
-def in_flight(testbed: Testbed, port: int) -> int:
-    """Transfers in flight on the prefill side."""
-    text = testbed.call("exec", testbed.name(1), "curl", "-s", "-m", "5", f"http://127.0.0.1:{port}/healthz")
-    return int(json.loads(text)["transfers"]["inflight"])
 
 
 def read(file: Path, skip: int) -> tuple[dict[str, list[tuple[float, float]]], int]:
@@ -89,7 +82,7 @@ def main() -> int:
                 with contextlib.suppress(Exception):
                     pair.legs(connectors.prompt_of(options.tokens))
 
-        threads = [threading.Thread(target=client, daemon=True) for _ in range(options.in_flight + 8)]
+        threads = [threading.Thread(target=client, daemon=True) for _ in range(options.in_flight)]
         before = {role: read(file, 0)[1] for role, file in files.items()}
         testbed.call("slow", testbed.name(1), options.rate)
         for thread in threads:
@@ -98,7 +91,7 @@ def main() -> int:
         counts = []
         while time.monotonic() < end:
             time.sleep(2)
-            counts.append(in_flight(testbed, 8400))
+            counts.append(connectors.in_flight(testbed, 8400))
         print(f"transfers in flight on prefill: median {statistics.median(counts):.0f}, most {max(counts)}")
         for role, file in files.items():
             show(role, read(file, before[role])[0])

@@ -58,6 +58,9 @@ def main() -> int:
             workers = [
                 pid for pid in pair.processes if Path(f"/proc/{pid}/comm").read_text().startswith("VLLM::Worker")
             ]
+            # While prefill holds blocks of a request, vLLM's engine loop goes on stepping.
+            while connectors.in_flight(testbed, 8400):
+                time.sleep(1)
             before, seconds = cpu_seconds(workers), 10.0
             time.sleep(seconds)
             used = (cpu_seconds(workers) - before) / seconds
