@@ -15,7 +15,7 @@ SETUP = $(or $(PYTHON),$(error no Python 3 found on PATH; install one, or say ma
 SOURCES := pdctl connector scripts tests
 ARGS ?=
 
-.PHONY: help demo demo-down setup test test-fast soak lint format clean distclean
+.PHONY: help demo demo-down setup test test-fast soak lint format docs clean distclean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -52,6 +52,10 @@ format:  ## format the sources and fix what the linter can
 	@$(SETUP) --with dev
 	"$(BIN)/ruff" check --fix $(SOURCES)
 	"$(BIN)/ruff" format $(SOURCES)
+
+docs:  ## write docs/checks anew, a page for each check of `pdctl doctor`
+	@$(SETUP) --with dev
+	"$(BIN)/python" scripts/make_check_pages.py
 
 clean:  ## remove caches, build results and the demo's files (refuses while the demo runs)
 	@$(or $(PYTHON),python3) scripts/demo.py assert-stopped

@@ -152,6 +152,11 @@ def _advise_region(value: str) -> str:
     return f"`{value}` looks like a zone; its region is `{value[:-1]}`" if re.fullmatch(r".*\d[a-z]", value) else ""
 
 
+def _advise_check(value: str) -> str:
+    fitting = re.sub(r"[\s_-]+", "", value).upper()
+    return f"did you mean `{fitting}`?" if re.fullmatch(r"[A-Z]{2,5}[0-9]{3}", fitting) else ""
+
+
 def _read_address(value: Any) -> str:
     expected = "an IP address or a DNS name that the other hosts can connect to"
     if not isinstance(value, str):
@@ -442,6 +447,10 @@ PolicyName = Annotated[
 ]
 ProfileName = Annotated[str, text_like("the name of a profile of ~/.aws/config")]
 JsonMapping = Annotated[dict[str, Any], BeforeValidator(_read_json_mapping)]
+CheckId = Annotated[
+    str, text_like("the id of a check, such as HOST004 (see `pdctl doctor list`)", r"[A-Z]{2,5}[0-9]{3}", _advise_check)
+]
+Reason = Annotated[str, text_like("a reason, in one line", r"\S.*")]
 UserName = Annotated[str, text_like("a login name", r"[^-\s@:/][^\s@:/]*")]
 FilePath = Annotated[str, text_like("the path of a file, in one line")]
 Python = Annotated[str, text_like("a Python interpreter: a path, or a name on the PATH")]

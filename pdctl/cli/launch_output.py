@@ -1,10 +1,11 @@
-"""What ``up`` and ``restart`` print: the result, or why there is none."""
+"""What ``up`` and ``restart`` have in common: an option, the frame of a launch, and what is printed of it."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -12,9 +13,56 @@ from pdctl.cli.main import print_error
 from pdctl.cli.options import print_json
 
 if TYPE_CHECKING:
+    from pdctl.cli.progress import Display
+    from pdctl.hosts.fleet import Fleet
     from pdctl.lifecycle.failure import Interrupted, LaunchFailed
     from pdctl.lifecycle.up import UpResult
     from pdctl.plan import ClusterPlan
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def boot_timeout(function: F) -> F:
+    """``--timeout``: how long instances may take to boot."""
+    return click.option(
+        "--timeout",
+        "timeout_s",
+        type=click.FloatRange(1, 86400),
+        default=1800.0,
+        show_default=True,
+        help="Seconds that the slowest instance may take to boot.",
+    )(function)
+
+
+def launch(plan: ClusterPlan, work: Callable[[Fleet, Display], UpResult], *, as_json: bool, file_option: str) -> int:
+    """Connect to the hosts, show progress, do the work, and print what came of it.
+
+    Args:
+        plan: what is launched.
+        work: launches it.
+        as_json: whether to print JSON, and no progress.
+        file_option: `` -f FILE``, for the commands that are suggested.
+
+    Returns:
+        the exit code.
+    """
+    from pdctl.cli.main import INTERRUPTED
+    from pdctl.cli.preflight import PreflightFailed, print_preflight_failure
+    from pdctl.cli.progress import reporting
+    from pdctl.hosts.fleet import Fleet
+    from pdctl.lifecycle.failure import Interrupted, LaunchFailed
+
+    try:
+        with Fleet(plan.spec) as fleet, reporting(quiet=as_json) as display:
+            result = work(fleet, display)
+    except PreflightFailed as error:
+        return print_preflight_failure(plan, error.outcome, as_json=as_json, file_option=file_option)
+    except LaunchFailed as error:
+        return print_failure(plan, error, as_json=as_json)
+    except Interrupted as error:
+        print_interrupted(plan, error, as_json=as_json)
+        return INTERRUPTED
+    return print_result(plan, result, as_json=as_json, file_option=file_option)
 
 
 def print_result(plan: ClusterPlan, result: UpResult, *, as_json: bool, file_option: str) -> int:

@@ -16,8 +16,10 @@ from pdctl.errors import PdctlError
 
 _COMMANDS = {
     "init": "Write a commented cluster file from a preset.",
+    "doctor": "Find what would break the cluster, before it is launched.",
     "up": "Launch prefill, decode and router; wait, warm up, prove one request.",
     "status": "One look at every instance.",
+    "watch": "Watch transfers live; name what stalls, and why.",
     "logs": "Show an instance's log.",
     "restart": "Restart single instances while the rest goes on.",
     "down": "Take the cluster down and show that nothing is left.",
@@ -68,11 +70,13 @@ def cli() -> None:
 
     \b
         pdctl init --preset ssh-tcp      write cluster.yaml, then edit it
+        pdctl doctor                     find what would break it
         pdctl up                         launch it and prove that KV travels
         pdctl status                     look at it
+        pdctl watch                      watch it, and see what stalls and why
         pdctl down                       end it
 
-    Exit codes: 0 fine, 1 unhealthy or failed, 2 usage or bad cluster file, 3 a host could not be reached,
+    Exit codes: 0 fine, 1 errors, unhealthy or failed, 2 usage or bad cluster file, 3 a host could not be reached,
     130 interrupted.
     """
 

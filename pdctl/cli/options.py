@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -56,7 +58,7 @@ def load_plan(file: Path, *, require_secrets: bool = False) -> ClusterPlan:
         ClusterFileError: the file, or the plan that follows from it, is wrong.
         UsageError: there is no such file.
     """
-    from pdctl.lifecycle.connector_package import connector_digest, connector_files
+    from pdctl.connector_package import connector_digest, connector_files
     from pdctl.plan import make_plan
     from pdctl.spec import load
 
@@ -98,6 +100,16 @@ def complete_instance(ctx: click.Context, param: click.Parameter, incomplete: st
     return [instance.name for instance in plan.instances if instance.name.startswith(incomplete)]
 
 
+def file_words(file: Path) -> str:
+    """`` -f FILE`` to put behind a command that is suggested, or nothing when the file is the default one."""
+    return "" if str(file) == DEFAULT_FILE else f" -f {shlex.quote(str(file))}"
+
+
 def print_json(value: Any) -> None:
     """Print a value as JSON on stdout, keys in the order given."""
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(value, indent=2)
+    click.echo(text)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import click
 from rich.console import Console, Group, RenderableType
@@ -18,6 +19,18 @@ from rich.text import Text
 from pdctl.lifecycle.reporter import Reporter, SilentReporter
 
 _REPEAT_S = 30.0
+
+
+class Display(Reporter, Protocol):
+    """A reporter that also shows how far the present stage is."""
+
+    def detail(self, text: str) -> None:
+        """How far the present stage is; replaces what was said of it before."""
+
+
+class _SilentDisplay(SilentReporter):
+    def detail(self, text: str) -> None:
+        """Drop it."""
 
 
 class LineReporter:
@@ -35,6 +48,9 @@ class LineReporter:
     def step(self, text: str) -> None:
         """Print the stage."""
         self._line(text)
+
+    def detail(self, text: str) -> None:
+        """Drop it: a log has no use for every single step."""
 
     def progress(self, instance: str, phase: str, detail: str, elapsed_s: float) -> None:
         """Print the phase if it is new, or old enough to be said again."""
@@ -55,12 +71,19 @@ class LineReporter:
 
 
 class LiveReporter:
-    """The steps so far with their times, and a row per instance that moves."""
+    """The steps so far with their times, and a row per instance that moves.
 
-    def __init__(self, console: Console) -> None:
+    Args:
+        console: where.
+        keep_steps: whether finished steps stay on the screen.
+    """
+
+    def __init__(self, console: Console, *, keep_steps: bool = True) -> None:
         self._console = console
+        self._keep_steps = keep_steps
         self._lock = threading.Lock()
         self._step = ""
+        self._detail = ""
         self._step_begin = time.monotonic()
         self._rows: dict[str, tuple[str, str, float, float]] = {}
         self._spinner = Spinner("dots")
@@ -78,8 +101,8 @@ class LiveReporter:
     def _finish_step(self) -> None:
         with self._lock:
             step, took = self._step, time.monotonic() - self._step_begin
-            self._step = ""
-        if step:
+            self._step = self._detail = ""
+        if step and self._keep_steps:
             self._console.print(Text.assemble(("  ", ""), step, (f"  {took:.1f} s", "dim")))
 
     def _render(self) -> RenderableType:
@@ -87,7 +110,8 @@ class LiveReporter:
             parts: list[RenderableType] = []
             if self._step:
                 took = time.monotonic() - self._step_begin
-                self._spinner.update(text=Text.assemble(self._step, (f"  {took:.0f} s", "dim")))
+                detail = f"  {self._detail}" if self._detail else ""
+                self._spinner.update(text=Text.assemble(self._step, (f"{detail}  {took:.0f} s", "dim")))
                 parts.append(self._spinner)
             if self._rows:
                 table = Table.grid(padding=(0, 2))
@@ -106,6 +130,11 @@ class LiveReporter:
         with self._lock:
             self._step, self._step_begin = text, time.monotonic()
 
+    def detail(self, text: str) -> None:
+        """Show it behind the step."""
+        with self._lock:
+            self._detail = text
+
     def progress(self, instance: str, phase: str, detail: str, elapsed_s: float) -> None:
         """Update the instance's row."""
         with self._lock:
@@ -121,15 +150,20 @@ class LiveReporter:
 
 
 @contextmanager
-def reporting(*, quiet: bool) -> Iterator[Reporter]:
-    """The reporter that fits: nothing when ``quiet``, live on a terminal, lines elsewhere."""
+def reporting(*, quiet: bool, keep_steps: bool = True) -> Iterator[Display]:
+    """The reporter that fits: nothing when ``quiet``, live on a terminal, lines elsewhere.
+
+    Args:
+        quiet: whether to show nothing at all.
+        keep_steps: whether a terminal goes on showing finished steps.
+    """
     if quiet:
-        yield SilentReporter()
+        yield _SilentDisplay()
         return
     if not sys.stderr.isatty():
         yield LineReporter()
         return
-    live = LiveReporter(Console(stderr=True, highlight=False))
+    live = LiveReporter(Console(stderr=True, highlight=False), keep_steps=keep_steps)
     live.start()
     try:
         yield live

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from pdctl.cli.options import cluster_file, complete_instance, find_instance, json_output, load_plan
+from pdctl.cli.launch_output import boot_timeout, launch
+from pdctl.cli.options import cluster_file, complete_instance, file_words, find_instance, json_output, load_plan
+
+if TYPE_CHECKING:
+    from pdctl.cli.progress import Display
+    from pdctl.hosts.fleet import Fleet
 
 
 @click.command("restart", short_help="Restart single instances.")
@@ -21,14 +27,7 @@ from pdctl.cli.options import cluster_file, complete_instance, find_instance, js
     show_default=True,
     help="Seconds that an instance may take to end.",
 )
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=click.FloatRange(1, 86400),
-    default=1800.0,
-    show_default=True,
-    help="Seconds that the slowest instance may take to boot.",
-)
+@boot_timeout
 @json_output
 def command(
     names: tuple[str, ...], role: str | None, file: Path, grace_s: float, timeout_s: float, as_json: bool
@@ -37,14 +36,8 @@ def command(
 
     The rest goes on. The restarted instances are warmed up, and one request is proven at the end, as with `pdctl up`.
     """
-    from pdctl.cli.launch_output import print_failure, print_interrupted, print_result
-    from pdctl.cli.main import INTERRUPTED
-    from pdctl.cli.progress import reporting
-    from pdctl.cli.up import file_words
-    from pdctl.hosts.fleet import Fleet
-    from pdctl.lifecycle.failure import Interrupted, LaunchFailed
     from pdctl.lifecycle.restart import restart
-    from pdctl.lifecycle.up import UpOptions
+    from pdctl.lifecycle.up import UpOptions, UpResult
 
     if bool(names) == bool(role):
         raise click.UsageError("name one or more instances, or give --role")
@@ -55,12 +48,8 @@ def command(
         else [find_instance(plan, name) for name in dict.fromkeys(names)]
     )
     options = UpOptions(timeout_s=timeout_s, grace_s=grace_s)
-    try:
-        with Fleet(plan.spec) as fleet, reporting(quiet=as_json) as reporter:
-            result = restart(plan, fleet, reporter, instances, options)
-    except LaunchFailed as error:
-        raise click.exceptions.Exit(print_failure(plan, error, as_json=as_json)) from error
-    except Interrupted as error:
-        print_interrupted(plan, error, as_json=as_json)
-        raise click.exceptions.Exit(INTERRUPTED) from error
-    raise click.exceptions.Exit(print_result(plan, result, as_json=as_json, file_option=file_words(file)))
+
+    def work(fleet: Fleet, display: Display) -> UpResult:
+        return restart(plan, fleet, display, instances, options)
+
+    raise click.exceptions.Exit(launch(plan, work, as_json=as_json, file_option=file_words(file)))

@@ -29,6 +29,8 @@ from pdctl.spec import ClusterSpec, parse
 SCHEMA = 1
 KIND = "pdctl doctor facts"
 
+# Parts of the answers of EC2 that hold sentences.
+_WORDS_OF_PDCTL = ("refused", "not_found")
 _HOST_ERRORS = {
     kind.__name__: kind for kind in (HostError, HostUnreachable, HostKeyRejected, LoginFailed, CommandTimeout)
 }
@@ -55,7 +57,9 @@ def make_bundle(
     bundle = {name: redactor.value(value, name) for name, value in plain.items() if name != "aws"}
     aws = plain["aws"]
     bundle["aws"] = aws and {
-        name: redactor.value(value, name, ec2=name not in ("refused", "not_found")) for name, value in aws.items()
+        # What EC2 says of its instance types says nothing of whose they are.
+        name: value if name == "instance_types" else redactor.value(value, name, ec2=name not in _WORDS_OF_PDCTL)
+        for name, value in aws.items()
     }
     return {"kind": KIND, "schema": SCHEMA, "pdctl": __version__, **bundle}
 
@@ -173,7 +177,7 @@ def _read(document: Mapping[str, Any], file: str) -> Context:
 
 
 def _as_yaml(values: Any) -> str:
-    """A cluster file of these values. JSON is nearly YAML, but a dollar is written twice and surrogate pairs are none."""
+    """A cluster file of these values: JSON is nearly YAML, but for dollars and surrogate pairs."""
     text = json.dumps(values, ensure_ascii=False).replace("$", "$$")
     return "".join(letter if " " <= letter <= "~" else f"\\U{ord(letter):08x}" for letter in text)
 

@@ -37,7 +37,8 @@ _COMMON = _words("""
     """)
 # Variables whose values are settings of public software. All others may hold anything.
 _SAFE_VARIABLES = re.compile(
-    r"(?:FI|UCX|NIXL|NCCL|VLLM|OMP|NEURON|CUDA|RDMAV|MLX5|IBV)_[A-Z0-9_]+|HF_HOME|HF_HUB_(?:OFFLINE|CACHE)|LD_LIBRARY_PATH"
+    r"(?:FI|UCX|NIXL|NCCL|VLLM|OMP|NEURON|CUDA|EFA|RDMAV|MLX5|IBV)_[A-Z0-9_]+|PYTORCH_[A-Z0-9_]*ALLOC[A-Z0-9_]*"
+    r"|HF_HOME|HF_HUB_(?:OFFLINE|CACHE)|TRANSFORMERS_OFFLINE|LD_LIBRARY_PATH"
 )
 _LONGEST_VALUE = 512
 
@@ -195,7 +196,7 @@ class Redactor:
         match = _STRUCTURES.fullmatch(text)
         if match is not None:
             return self._structure(match)
-        if text == "default" or (key in _SAFE_EC2 and not re.search(r"\s", text)):
+        if text == "default" or key in _SAFE_EC2:
             return text
         return self._number("text", text)
 

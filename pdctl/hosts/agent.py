@@ -1,6 +1,7 @@
 """Calls of the node agent: sends its source and a request to a host in one command, and reads the answer.
 
-The agent is never installed. What it is sent and answers is described in ``pdctl/node/agent.py``.
+The agent is never installed. What it is sent and answers is described in ``pdctl/node/agent.py``. The other scripts of
+``pdctl/node`` are called the same way.
 """
 
 from __future__ import annotations
@@ -45,7 +46,13 @@ _SCRIPT = (
 
 
 def call(
-    host: Host, command: str, request: Mapping[str, Any], *, timeout_s: float, pythons: Sequence[str] = ("python3",)
+    host: Host,
+    command: str,
+    request: Mapping[str, Any],
+    *,
+    timeout_s: float,
+    pythons: Sequence[str] = ("python3",),
+    script: str = "agent",
 ) -> dict[str, Any]:
     """Run one command of the node agent on a host. Nothing of the request is in any argv.
 
@@ -56,6 +63,7 @@ def call(
         timeout_s: how long it may take on the host.
         pythons: interpreters to try after the system's own, in order: a path, a name, or a path that starts with
             ``~/`` or ``@HOME@``.
+        script: which script of ``pdctl/node`` to send instead of the agent.
 
     Returns:
         the ``result`` of the answer.
@@ -64,17 +72,16 @@ def call(
         HostError: the host cannot be reached, or did not answer in time.
         NodeError: the agent answered with an error; or code ``no-python``, or ``bad-reply`` if it did not answer.
     """
-    candidates = tuple(dict.fromkeys((*_SYSTEM_PYTHONS, *pythons)))
-    source = agent_source()
+    source = script_source(script)
     payload = json.dumps({**request, "command": command}).encode()
     result = host.run(
-        ["sh", "-c", _SCRIPT, "pdctl", _GUARD + BOOTSTRAP, *candidates],
+        python_argv(BOOTSTRAP, pythons),
         stdin=b"%d\n%b%b" % (len(source), source, payload),
         timeout_s=timeout_s,
     )
     line = find_reply(result.stdout)
     if line is None:
-        raise _no_reply(host.name, result, candidates)
+        raise no_reply(host.name, result, pythons)
     try:
         reply = json.loads(line)
         if reply["ok"]:
@@ -94,10 +101,29 @@ def call(
     raise failure
 
 
-@functools.cache
+def python_argv(code: str, pythons: Sequence[str]) -> list[str]:
+    """A command that runs Python code with the first interpreter of a host that is recent enough.
+
+    Args:
+        code: one line, for ``-c``; run with ``-I -S``.
+        pythons: interpreters to try after the system's own, see :func:`call`.
+    """
+    return ["sh", "-c", _SCRIPT, "pdctl", _GUARD + code, *_candidates(pythons)]
+
+
+def _candidates(pythons: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*_SYSTEM_PYTHONS, *pythons)))
+
+
 def agent_source() -> bytes:
     """Source of the agent, from the installed package."""
-    return importlib.resources.files("pdctl.node").joinpath("agent.py").read_bytes()
+    return script_source("agent")
+
+
+@functools.cache
+def script_source(script: str) -> bytes:
+    """Source of a script of ``pdctl/node``, from the installed package."""
+    return importlib.resources.files("pdctl.node").joinpath(f"{script}.py").read_bytes()
 
 
 def find_reply(stdout: bytes) -> bytes | None:
@@ -114,7 +140,15 @@ def find_reply(stdout: bytes) -> bytes | None:
     return None
 
 
-def _no_reply(host: str, result: CommandResult, pythons: Sequence[str]) -> NodeError:
+def no_reply(host: str, result: CommandResult, pythons: Sequence[str], *, what: str = "the node agent") -> NodeError:
+    """Say why a command made by :func:`python_argv` ended without an answer.
+
+    Args:
+        host: its name.
+        result: how it ended.
+        pythons: as given to :func:`python_argv`.
+        what: the script, in words.
+    """
     said = "; ".join(
         f"{name}: {text}"
         for name, text in (("stderr", _first_lines(result.stderr)), ("stdout", _first_lines(result.stdout)))
@@ -125,7 +159,8 @@ def _no_reply(host: str, result: CommandResult, pythons: Sequence[str]) -> NodeE
         return NodeError(
             host,
             "no-python",
-            f"no Python {wanted} or later was found; tried: {', '.join(pythons)}" + (f" ({said})" if said else ""),
+            f"no Python {wanted} or later was found; tried: {', '.join(_candidates(pythons))}"
+            + (f" ({said})" if said else ""),
             hint="install python3 on the host, or name one with `python:` in the cluster file",
         )
     end = "a signal ended it" if result.exit_code < 0 else f"exit status {result.exit_code}"
@@ -135,9 +170,7 @@ def _no_reply(host: str, result: CommandResult, pythons: Sequence[str]) -> NodeE
         hint = "is the host out of memory? Its kernel log (`dmesg`) says so"
     else:
         hint = "try by hand: `ssh HOST python3 -c pass`; the login shell there may be disabled, or ask something"
-    return NodeError(
-        host, "bad-reply", f"the node agent gave no answer ({end}){f': {said}' if said else ''}", hint=hint
-    )
+    return NodeError(host, "bad-reply", f"{what} gave no answer ({end}){f': {said}' if said else ''}", hint=hint)
 
 
 def _first_lines(output: bytes, lines: int = 5, width: int = 300) -> str:

@@ -11,6 +11,12 @@ from typing import Protocol
 OUTPUT_LIMIT_BYTES = 64 * 1024 * 1024
 """Most output of one command, standard output and standard error together. More is a mistake, and would fill memory."""
 
+LINE_LIMIT_BYTES = 4 * 1024 * 1024
+"""Longest line of a command that is talked to."""
+
+STDERR_KEPT_BYTES = 64 * 1024
+"""How much of the standard error of a command that is talked to is kept: its end."""
+
 SETTLE_S = 2.0
 """How long output is still waited for after a command ended, in case a process it left behind holds its pipes open."""
 
@@ -35,6 +41,44 @@ class CommandResult:
     duration_s: float
 
 
+class Stream(Protocol):
+    """A running command that is talked to. One thread may write while another reads. Leaving its context ends it."""
+
+    def __enter__(self) -> Stream: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def write(self, data: bytes, *, timeout_s: float) -> None:
+        """Hand it bytes on its standard input. That it does not read any more is no error: its end will show.
+
+        Raises:
+            CommandTimeout: it did not take them in time.
+            HostError: the connection broke.
+        """
+
+    def read_line(self, *, timeout_s: float) -> bytes | None:
+        """The next line of its standard output, without the line break; None when its output is over.
+
+        Raises:
+            CommandTimeout: there was none in time. The command goes on, and can be read again.
+            HostError: the connection broke, or the line is longer than :data:`LINE_LIMIT_BYTES`.
+        """
+
+    def wait(self, *, timeout_s: float) -> CommandResult:
+        """How it ended, once its output is over. The result has the last part of its standard error, and no output.
+
+        Raises:
+            CommandTimeout: it did not end in time.
+            HostError: the connection broke.
+        """
+
+    def close(self) -> None:
+        """End it: its standard input ends, and it is sent a signal. Its end is not waited for; again is fine.
+
+        A command that is to end for sure ends when its input does: sshd passes no signals on to those of root's logins.
+        """
+
+
 class Host(Protocol):
     """A machine that commands run on. Safe to use from several threads at once."""
 
@@ -53,6 +97,17 @@ class Host(Protocol):
         Raises:
             CommandTimeout: it did not end in time. It was sent a signal to end.
             HostError: the host cannot be reached, does not trust this login or is not trusted, or the connection broke.
+        """
+
+    def open(self, argv: Sequence[str], *, timeout_s: float) -> Stream:
+        """Start a command as :meth:`run` does, to be talked to while it runs. Close it afterwards.
+
+        Args:
+            argv: program and arguments; nothing in it is expanded by a shell.
+            timeout_s: how long it may live at most, however it is talked to.
+
+        Raises:
+            HostError: as :meth:`run`.
         """
 
     def forward(self, remote_address: str, remote_port: int) -> AbstractContextManager[int]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from pdctl.errors import CommandTimeout, HostError
 from pdctl.hosts.base import OUTPUT_LIMIT_BYTES, SETTLE_S, CommandResult, Deadline
 from pdctl.hosts.forwarding import forwarded
+from pdctl.hosts.local_stream import LocalStream
 
 NOT_FOUND = 127
 """Exit status of a command that does not exist, as a shell has it."""
@@ -41,6 +42,7 @@ class LocalHost:
     def __init__(self, name: str = "local") -> None:
         self.name = name
         self._running: set[subprocess.Popen[bytes]] = set()
+        self._streams: set[LocalStream] = set()
         self._lock = threading.Lock()
         self._closed = False
 
@@ -77,6 +79,28 @@ class LocalHost:
             raise HostError(self.name, f"`{argv[0]}` was ended because the host was closed")
         return CommandResult(tuple(argv), process.returncode, stdout, stderr, time.monotonic() - started)
 
+    def open(self, argv: Sequence[str], *, timeout_s: float) -> LocalStream:
+        """See :meth:`pdctl.hosts.base.Host.open`. Past the time-out, the whole process group is killed.
+
+        A program that does not exist or cannot be run is one that ends at once, with the exit status of a shell.
+        """
+        try:
+            process = self._start(argv)
+        except OSError as error:
+            code = NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
+            message = f"{argv[0]}: {error.strerror}"
+            process = self._start(["/bin/sh", "-c", 'echo "$1" >&2; exit "$2"', "sh", message, str(code)])
+
+        def forget() -> None:
+            with self._lock:
+                self._running.discard(process)
+                self._streams.discard(stream)
+
+        stream = LocalStream(self.name, tuple(argv), process, Deadline(timeout_s), forget)
+        with self._lock:
+            self._streams.add(stream)
+        return stream
+
     @contextmanager
     def forward(self, remote_address: str, remote_port: int) -> Iterator[int]:
         """See :meth:`pdctl.hosts.base.Host.forward`. A loopback address needs no relay: the port itself is yielded."""
@@ -97,6 +121,9 @@ class LocalHost:
         with self._lock:
             self._closed = True
             running = list(self._running)
+            streams = list(self._streams)
+        for stream in streams:
+            stream.close()
         for process in running:
             _kill(process)
 

@@ -13,14 +13,16 @@ from paramiko.channel import Channel
 from paramiko.ssh_exception import SSHException
 
 from pdctl.errors import CommandTimeout, HostError, HostUnreachable
-from pdctl.hosts.base import OUTPUT_LIMIT_BYTES, CommandResult, Deadline, Login, SshSettings
+from pdctl.hosts.base import LINE_LIMIT_BYTES, OUTPUT_LIMIT_BYTES, CommandResult, Deadline, Login, SshSettings
 from pdctl.hosts.forwarding import forwarded
 from pdctl.hosts.known_hosts import HostKeyChecker
+from pdctl.hosts.line_buffer import LineTooLong
 from pdctl.hosts.shared import Shared
-from pdctl.hosts.ssh_channel import CommandRefused, ConnectionLost, DeadlinePassed, OutputTooLarge, exchange
+from pdctl.hosts.ssh_channel import CommandRefused, ConnectionLost, DeadlinePassed, OutputTooLarge, exchange, start
 from pdctl.hosts.ssh_config import Destination, SshConfig
 from pdctl.hosts.ssh_connect import Connector
 from pdctl.hosts.ssh_link import Link, NoSessionFree, SessionRefused
+from pdctl.hosts.ssh_stream import QuietTooLong, SshStream
 
 _REUSED_ANSWER_S = 5.0
 """How long a server may take to answer on a connection that was idle, until it is taken for dead."""
@@ -46,31 +48,31 @@ class SshHost:
         program = argv[0]
         link, channel, deadline = self._session(program, timeout_s)
         try:
-            outcome = exchange(channel, shlex.join(argv), stdin, deadline, OUTPUT_LIMIT_BYTES)
-        except DeadlinePassed:
-            raise self._too_long(program, timeout_s) from None
-        except OutputTooLarge:
-            raise HostError(
-                self.name, f"`{program}` wrote more than {OUTPUT_LIMIT_BYTES >> 20} MiB, and was ended"
-            ) from None
-        except ConnectionLost:
-            if self._closed.is_set():
-                raise HostError(self.name, f"its connection was closed while `{program}` ran") from None
-            raise HostUnreachable(
-                self.name,
-                f"the connection was lost while `{program}` ran; whether it did its work is unknown",
-                hint="did the host or its sshd restart, or the network break? Look at the host, then try again",
-            ) from None
-        except CommandRefused as error:
-            raise HostError(
-                self.name,
-                f"its SSH server did not run `{program}`: {error}",
-                hint="the login may be limited to file transfer or forwarding (ForceCommand), or its shell missing",
-            ) from None
+            with self._explained(program, timeout_s):
+                outcome = exchange(channel, shlex.join(argv), stdin, deadline, OUTPUT_LIMIT_BYTES)
         finally:
             link.release(channel)
         duration_s = time.monotonic() - started
         return CommandResult(tuple(argv), outcome.exit_code, outcome.stdout, outcome.stderr, duration_s)
+
+    def open(self, argv: Sequence[str], *, timeout_s: float) -> SshStream:
+        """See :meth:`pdctl.hosts.base.Host.open`."""
+        program = argv[0]
+        link, channel, deadline = self._session(program, timeout_s)
+        try:
+            with self._explained(program, timeout_s):
+                news = start(channel, shlex.join(argv), deadline)
+        except BaseException:
+            link.release(channel)
+            raise
+        return SshStream(
+            tuple(argv),
+            channel,
+            news,
+            deadline,
+            lambda: self._explained(program, timeout_s),
+            lambda: link.release(channel),
+        )
 
     @contextmanager
     def forward(self, remote_address: str, remote_port: int) -> Iterator[int]:
@@ -133,6 +135,40 @@ class SshHost:
                 raise self._too_long(program, timeout_s) from None
             raise HostUnreachable(
                 self.name, f"the connection was lost before `{program}` was started: {error or type(error).__name__}"
+            ) from None
+
+    @contextmanager
+    def _explained(self, program: str, timeout_s: float) -> Iterator[None]:
+        """Say in words what went wrong with a command."""
+        try:
+            yield
+        except DeadlinePassed:
+            raise self._too_long(program, timeout_s) from None
+        except QuietTooLong as error:
+            raise CommandTimeout(
+                self.name, f"`{program}` said nothing for {error.args[0]:g} s", hint="the host may be overloaded"
+            ) from None
+        except OutputTooLarge:
+            raise HostError(
+                self.name, f"`{program}` wrote more than {OUTPUT_LIMIT_BYTES >> 20} MiB, and was ended"
+            ) from None
+        except LineTooLong:
+            raise HostError(
+                self.name, f"`{program}` wrote a line of more than {LINE_LIMIT_BYTES >> 20} MiB, and was ended"
+            ) from None
+        except ConnectionLost:
+            if self._closed.is_set():
+                raise HostError(self.name, f"its connection was closed while `{program}` ran") from None
+            raise HostUnreachable(
+                self.name,
+                f"the connection was lost while `{program}` ran; whether it did its work is unknown",
+                hint="did the host or its sshd restart, or the network break? Look at the host, then try again",
+            ) from None
+        except CommandRefused as error:
+            raise HostError(
+                self.name,
+                f"its SSH server did not run `{program}`: {error}",
+                hint="the login may be limited to file transfer or forwarding (ForceCommand), or its shell missing",
             ) from None
 
     def _too_long(self, program: str, timeout_s: float) -> CommandTimeout:

@@ -21,10 +21,10 @@ from pdctl.hosts.base import SETTLE_S, Deadline
 KILLED = -1
 """Exit code of a command that a signal ended: paramiko does not pass on which."""
 
-_PIECE_BYTES = 32 * 1024
+PIECE_BYTES = 32 * 1024
 # Upper bounds of waits that something else ends earlier; they only decide how soon a deadline is noticed.
-_SEND_WAIT_S = 0.05
-_READ_WAIT_S = 0.5
+SEND_WAIT_S = 0.05
+READ_WAIT_S = 0.5
 # How much later than the deadline a channel, and then its whole connection, is closed by force.
 _GRACE_S = 1.0
 
@@ -68,17 +68,16 @@ def exchange(channel: Channel, command: str, stdin: bytes, deadline: Deadline, o
         CommandRefused: it was not started.
         DeadlinePassed, OutputTooLarge, ConnectionLost: it may have been started, and may have done its work.
     """
-    conversation = _Conversation(channel, deadline, output_limit)
     finished = threading.Event()
-    enforcer = threading.Thread(target=_enforce, args=(channel, deadline, finished), name="deadline", daemon=True)
+    enforcer = threading.Thread(target=enforce, args=(channel, deadline, finished), name="deadline", daemon=True)
     enforcer.start()
     try:
-        conversation.start(command)
+        conversation = _Conversation(channel, start(channel, command, deadline), deadline, output_limit)
         conversation.send(stdin)
         conversation.read_all()
         return conversation.outcome()
     except (DeadlinePassed, OutputTooLarge):
-        _terminate(channel)
+        terminate(channel)
         raise
     finally:
         finished.set()
@@ -86,7 +85,7 @@ def exchange(channel: Channel, command: str, stdin: bytes, deadline: Deadline, o
             channel.close()
 
 
-def _enforce(channel: Channel, deadline: Deadline, finished: threading.Event) -> None:
+def enforce(channel: Channel, deadline: Deadline, finished: threading.Event) -> None:
     """End an exchange that hangs where it cannot look at the clock: a request without answer, a blocked connection."""
     if finished.wait(deadline.remaining_s + _GRACE_S):
         return
@@ -96,7 +95,7 @@ def _enforce(channel: Channel, deadline: Deadline, finished: threading.Event) ->
         channel.get_transport().close()
 
 
-def _terminate(channel: Channel) -> None:
+def terminate(channel: Channel) -> None:
     """Ask the server to end the command (RFC 4254, 6.9): without a terminal it would outlive its channel."""
     message = Message()
     message.add_byte(cMSG_CHANNEL_REQUEST)
@@ -109,7 +108,7 @@ def _terminate(channel: Channel) -> None:
         channel.get_transport()._send_user_message(message)  # type: ignore[attr-defined]
 
 
-class _News(threading.Event):
+class News(threading.Event):
     """Set when output arrives or ends. Emptying one of the two buffers must not hide news of the other."""
 
     def clear(self) -> None:
@@ -120,35 +119,47 @@ class _News(threading.Event):
         super().clear()
 
 
+def start(channel: Channel, command: str, deadline: Deadline) -> News:
+    """Start a command on a fresh session channel.
+
+    Returns:
+        what is set when it writes something, or ends.
+
+    Raises:
+        CommandRefused: it was not started.
+        DeadlinePassed, ConnectionLost: it may have been started.
+    """
+    channel.settimeout(SEND_WAIT_S)
+    try:
+        channel.exec_command(command)
+    except (SSHException, EOFError, OSError) as error:
+        if deadline.passed:
+            raise DeadlinePassed from None
+        if not channel.get_transport().is_active():
+            # The request may have arrived.
+            raise ConnectionLost(str(error)) from None
+        raise CommandRefused(str(error)) from None
+    news = News()
+    channel.in_buffer.set_event(news)
+    channel.in_stderr_buffer.set_event(news)
+    return news
+
+
 class _Conversation:
-    def __init__(self, channel: Channel, deadline: Deadline, output_limit: int) -> None:
+    def __init__(self, channel: Channel, news: News, deadline: Deadline, output_limit: int) -> None:
         self._channel = channel
+        self._news = news
         self._deadline = deadline
         self._room = output_limit
         self._stdout: list[bytes] = []
         self._stderr: list[bytes] = []
-        self._news = _News()
-
-    def start(self, command: str) -> None:
-        self._channel.settimeout(_SEND_WAIT_S)
-        try:
-            self._channel.exec_command(command)
-        except (SSHException, EOFError, OSError) as error:
-            if self._deadline.passed:
-                raise DeadlinePassed from None
-            if not self._channel.get_transport().is_active():
-                # The request may have arrived.
-                raise ConnectionLost(str(error)) from None
-            raise CommandRefused(str(error)) from None
-        self._channel.in_buffer.set_event(self._news)
-        self._channel.in_stderr_buffer.set_event(self._news)
 
     def send(self, stdin: bytes) -> None:
         position = 0
         while position < len(stdin):
             self._check_deadline()
             try:
-                sent = self._channel.send(stdin[position : position + _PIECE_BYTES])
+                sent = self._channel.send(stdin[position : position + PIECE_BYTES])
             except TimeoutError:
                 # The command does not read for now: it may be waiting for its output to be read.
                 self._drain()
@@ -177,7 +188,7 @@ class _Conversation:
                 # It ended and left a process behind that keeps its output open.
                 return
             else:
-                self._news.wait(min(_READ_WAIT_S, self._deadline.remaining_s))
+                self._news.wait(min(READ_WAIT_S, self._deadline.remaining_s))
 
     def outcome(self) -> Outcome:
         if not self._channel.status_event.wait(self._deadline.remaining_s):
@@ -199,10 +210,10 @@ class _Conversation:
         """Take what has arrived; False if nothing has."""
         some = False
         while self._channel.recv_ready():
-            self._keep(self._stdout, self._channel.recv(_PIECE_BYTES))
+            self._keep(self._stdout, self._channel.recv(PIECE_BYTES))
             some = True
         while self._channel.recv_stderr_ready():
-            self._keep(self._stderr, self._channel.recv_stderr(_PIECE_BYTES))
+            self._keep(self._stderr, self._channel.recv_stderr(PIECE_BYTES))
             some = True
         return some
 

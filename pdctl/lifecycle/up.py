@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
+from pdctl.connector_package import connector_digest, connector_files
 from pdctl.errors import HostError, NodeError, PdctlError
 from pdctl.hosts.base import Host
 from pdctl.hosts.fleet import Fleet
 from pdctl.lifecycle.background import Background, run_all
 from pdctl.lifecycle.boot import wait_ready
 from pdctl.lifecycle.completions import completion_request, read_completion, served_model, unique_prompt
-from pdctl.lifecycle.connector_package import connector_digest, connector_files
 from pdctl.lifecycle.failure import Aftermath, InstanceFailure, Interrupted, LaunchFailed
 from pdctl.lifecycle.nodes import Nodes
 from pdctl.lifecycle.proof import Verdict

@@ -141,7 +141,7 @@ def test_a_command_out_of_time_is_sent_a_signal() -> None:
         def get_transport(self) -> Transport:
             return Transport()
 
-    ssh_channel._terminate(Channel())
+    ssh_channel.terminate(Channel())
     message = Message(sent[0].asbytes())
     # RFC 4254, 6.9: SSH_MSG_CHANNEL_REQUEST (98), recipient, "signal", no reply wanted, name without SIG.
     assert message.get_byte() == b"\x62"

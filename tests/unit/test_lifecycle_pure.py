@@ -2,8 +2,8 @@ import json
 
 import pytest
 
+from pdctl.connector_package import connector_digest, connector_files
 from pdctl.lifecycle.completions import completion_request, read_completion, served_model, unique_prompt
-from pdctl.lifecycle.connector_package import connector_digest, connector_files
 from pdctl.lifecycle.nodes import Exit, HttpResponse, NodeInstance
 from pdctl.lifecycle.status import ClusterStatus, InstanceStatus, judge
 from pdctl.lifecycle.warmup import in_rounds

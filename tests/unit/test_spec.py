@@ -416,6 +416,35 @@ class TestHosts:
         assert [problem.key for problem in problems_of(text)] == ["accelerator", "prefill.hosts[1]"]
 
 
+class TestIgnoredChecks:
+    def test_an_entry(self):
+        first, second = "{id: SG003, hosts: [p1], reason: a jump host}", "{id: HOST004, reason: r}"
+        entry = f"doctor:\n  ignore:\n    - {first}\n    - {second}\n"
+        spec = parse(BASE + entry, file="c.yaml", environ={})
+        assert [(one.id, one.hosts, one.reason) for one in spec.doctor.ignore] == [
+            ("SG003", ["p1"], "a jump host"),
+            ("HOST004", None, "r"),
+        ]
+        assert spec.line("doctor.ignore[1].id") == BASE.count("\n") + 4
+
+    def test_nothing_is_ignored_unless_it_is_asked_for(self):
+        assert parse(BASE + "doctor:\n", file="c.yaml", environ={}).doctor.ignore == []
+
+    @pytest.mark.parametrize("reason", ["", ", reason: ''", ", reason: ' '", ", reason: "])
+    def test_the_reason_is_required(self, reason: str):
+        problem = only_problem(BASE + f"doctor:\n  ignore: [{{id: SG003{reason}}}]\n")
+        assert problem.key == "doctor.ignore[0].reason"
+        assert problem.line == BASE.count("\n") + 2
+
+    def test_a_slip_in_an_id(self):
+        problem = only_problem(BASE + "doctor: {ignore: [{id: sg-003, reason: r}]}\n")
+        assert (problem.key, problem.hint) == ("doctor.ignore[0].id", "did you mean `SG003`?")
+
+    def test_an_unknown_key(self):
+        problem = only_problem(BASE + "doctor: {ignore: [{id: SG003, reason: r, host: p1}]}\n")
+        assert (problem.key, problem.hint) == ("doctor.ignore[0].host", "did you mean `hosts`?")
+
+
 class TestExpansion:
     def test_variables_defaults_and_dollars(self):
         text = with_lines("env: {A: '${X}-${Y:-y}-${EMPTY:-e}-$$-$5-${EMPTY}', $X: b}").replace(", $X: b", "")
@@ -763,6 +792,8 @@ _SECTIONS = {
     "HostSpec": "a host",
     "RouterSpec": "router",
     "AwsSpec": "aws",
+    "DoctorSpec": "doctor",
+    "IgnoreSpec": "an ignored check",
     "SecretRef": "Secrets",
 }
 
@@ -800,7 +831,7 @@ def test_every_key_is_in_the_page_with_its_default(model: str):
         if field.is_required():
             assert rows[name] == "required"
         elif field.default_factory is not None:
-            assert rows[name] == "`{}`"
+            assert rows[name] == f"`{[] if field.default_factory is list else {}}`"
         elif field.default is not None:
             default = field.default
             assert rows[name] == f"`{default:g}`" if isinstance(default, float) else f"`{default}`"

@@ -8,6 +8,7 @@ import ipaddress
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from random import Random
 from typing import Any
@@ -23,8 +24,10 @@ from pdctl.doctor.facts import HostFacts, facts_to_json, read_facts
 from pdctl.doctor.network_facts import NetworkFacts, PathMtu, Reach
 from pdctl.doctor.probe_facts import ProbeFacts, ProbeResult
 from pdctl.doctor.redaction import Names, Redactor
+from pdctl.doctor.registry import all_checks, run_checks
 from pdctl.errors import HostKeyRejected, HostUnreachable, PdctlError, UsageError
 from tests.support.plans import changed, planned
+from tests.unit.doctor import recorded_cases
 
 GPU = "GPU-5a3b6b5c-1111-2222-3333-444455556666"
 FINGERPRINT = "SHA256:" + "a" * 43
@@ -305,6 +308,24 @@ def test_no_original_survives(secret: Originals, random: Random) -> None:
     text = json.dumps(make_bundle(context_with(secret, texts), users=secret.users))
     assert [one for one in secret.all if re.search(rf"(?<![0-9a-z.]){re.escape(one)}(?![0-9a-z])", text)] == []
     assert list(read_bundle(text, "b.json").facts) == ["h1", "h2"]
+
+
+def answers(context: Context) -> Counter[tuple[str, str, str, tuple[str, ...]]]:
+    """What all checks say, without the words."""
+    found = run_checks(context, all_checks())
+    return Counter((one.id, one.verdict.value, one.severity.value, one.hosts) for one in found)
+
+
+@pytest.mark.parametrize("name", recorded_cases.names())
+def test_a_replay_judges_like_the_run(name: str) -> None:
+    context = recorded_cases.read_case(name).context
+    again = read_bundle(json.dumps(make_bundle(context)), "b.json")
+    aliases = dict(zip(context.plan.hosts, again.plan.hosts, strict=True))
+    expected = Counter(
+        {(id, verdict, severity, tuple(aliases[host] for host in hosts)): count
+         for (id, verdict, severity, hosts), count in answers(context).items()}
+    )  # fmt: skip
+    assert answers(again) == expected
 
 
 class TestReading:

@@ -41,7 +41,7 @@ def _package_folder() -> Path:
     found = importlib.util.find_spec(_PACKAGE)
     if found is not None and found.origin is not None:
         return Path(found.origin).parent
-    in_source_tree = Path(__file__).resolve().parents[2] / "connector" / _PACKAGE
+    in_source_tree = Path(__file__).resolve().parents[1] / "connector" / _PACKAGE
     if in_source_tree.is_dir():
         return in_source_tree
     raise PdctlError(
