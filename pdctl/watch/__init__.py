@@ -1,0 +1,1 @@
+"""Watching a running cluster: poll, join what prefill and decode know, judge, show. One snapshot per tick feeds all."""
