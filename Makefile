@@ -32,7 +32,12 @@ setup:  ## make or update .venv with the CPU run time and the development tools
 
 test:  ## run all tests (installs what they need; ARGS="-k word" narrows)
 	@$(SETUP) --with cpu --with dev
+ifdef ARGS
 	"$(BIN)/python" -m pytest $(ARGS)
+else
+	"$(BIN)/python" -m pytest tests/unit -n 2
+	"$(BIN)/python" -m pytest tests/integration tests/e2e
+endif
 
 test-fast:  ## run the unit tests alone (no vLLM needed; seconds)
 	@$(SETUP) --with dev
@@ -40,7 +45,7 @@ test-fast:  ## run the unit tests alone (no vLLM needed; seconds)
 
 soak:  ## ten minutes of mixed traffic with a fault every 20 s (part of `make test` for two minutes)
 	@$(SETUP) --with cpu --with dev
-	PDCTL_SOAK_S=600 "$(BIN)/python" -m pytest tests/e2e/test_soak.py -s $(ARGS)
+	PDCTL_SOAK_S=600 "$(BIN)/python" -m pytest tests/e2e/faults/test_soak.py -s $(ARGS)
 
 lint:  ## check format, lint and types; changes nothing
 	@$(SETUP) --with dev

@@ -20,6 +20,7 @@ _COMMANDS = {
     "up": "Launch prefill, decode and router; wait, warm up, prove one request.",
     "status": "One look at every instance.",
     "watch": "Watch transfers live; name what stalls, and why.",
+    "capture": "Keep the evidence of a stall in an archive.",
     "logs": "Show an instance's log.",
     "restart": "Restart single instances while the rest goes on.",
     "down": "Take the cluster down and show that nothing is left.",

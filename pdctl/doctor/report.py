@@ -85,32 +85,38 @@ class _Report:
                 yield from self._failed(own, [finding for finding in findings if finding.id == check])
         yield from self._skipped([finding for finding in findings if finding.verdict is Verdict.SKIPPED])
         yield from self._ignored([finding for finding in findings if finding.ignored])
-        failed = {finding.id for finding in findings if finding.verdict is Verdict.FAIL}
-        yield from self._passed([f for f in findings if f.verdict is Verdict.PASS and f.id not in failed])
+        open_ = {Verdict.FAIL} if self.style.verbose else {Verdict.FAIL, Verdict.SKIPPED}
+        not_all = {finding.id for finding in findings if finding.verdict in open_}
+        yield from self._passed([f for f in findings if f.verdict is Verdict.PASS and f.id not in not_all])
 
     def _failed(self, failures: Sequence[Finding], whole_check: Sequence[Finding]) -> Iterator[Line]:
-        first = failures[0]
-        severity = first.severity
-        sign = f"  {self._glyph(first)} {severity.value} "
-        title = list(paragraph(first.title, width=self.style.width, first=f"{sign}{first.id}: ", rest="      "))
-        yield Span(sign, severity.value), Span(title[0][len(sign) :], "title")
-        yield from ((Span(line, "title"),) for line in title[1:])
-        yield from self._table(whole_check)
         alike: dict[tuple[str, str], list[Finding]] = {}
         for finding in failures:
             alike.setdefault((finding.message, finding.fix), []).append(finding)
         groups = list(alike.items())
         for position, ((message, fix), group) in enumerate(groups):
-            yield from self._text(_about(self._where(group), message), indent=6)
+            yield from self._trouble(group, message)
+            if position == 0:
+                # What is the matter comes first: a title says what should hold, and read alone sounds like good news.
+                yield from self._text(group[0].title, indent=8, first="      expected: ", style="dim")
+                yield from self._table(whole_check)
             yield from self._evidence(group)
             if position + 1 == len(groups) or groups[position + 1][0][1] != fix:
                 # Told once, for all messages above that have the same.
                 same = [finding for (_, other), part in groups for finding in part if other == fix]
-                yield from self._fix(fix, same)
+                yield from self._fix(fix, same, whose="" if len(same) == len(group) else f" ({self._where(same)})")
 
-    def _fix(self, fix: str, findings: Sequence[Finding]) -> Iterator[Line]:
+    def _trouble(self, group: Sequence[Finding], message: str) -> Iterator[Line]:
+        sign = f"  {self._glyph(group[0])} {group[0].severity.value} "
+        where = self._where(group)
+        about = f"{sign}{group[0].id}{f' on {where}' if where else ''}: "
+        begin, *more = paragraph(message, width=self.style.width, first=about, rest="      ")
+        yield Span(sign, group[0].severity.value), Span(begin[len(sign) :], "title")
+        yield from ((Span(line, "title"),) for line in more)
+
+    def _fix(self, fix: str, findings: Sequence[Finding], *, whose: str) -> Iterator[Line]:
         if fix:
-            yield from self._text(fix, indent=8, first="      fix: ")
+            yield from self._text(fix, indent=8, first=f"      fix{whose}: ")
         commands = list(dict.fromkeys(command for finding in findings for command in finding.commands))
         shown = commands if self.style.verbose else commands[:_MOST_COMMANDS]
         for command in shown:
@@ -262,11 +268,12 @@ class _Report:
         return (Span(text, style),)
 
     def _next(self) -> Iterator[Line]:
-        errors = self.outcome.errors
-        if not errors:
+        troubles = [f for f in self.outcome.findings if counts(f) and f.severity is not Severity.INFO]
+        first = next(iter(self.outcome.errors or troubles), None)
+        if first is None:
             return
         command = f"pdctl doctor{self.style.file_option}"
-        words = [(f"pdctl doctor explain {errors[0].id}", "what it means, why it matters, how to mend it")]
+        words = [(f"pdctl doctor explain {first.id}", "what it means, why it matters, how to mend it")]
         commands = {line for finding in self.outcome.findings if counts(finding) for line in finding.commands}
         if commands:
             words.append((f"{command} --fix-commands", f"only the commands ({len(commands)}), to copy"))
@@ -309,19 +316,25 @@ def counts_text(summary: Summary) -> str:
 def fix_commands(outcome: Outcome, *, glyphs: Glyphs = UNICODE) -> list[str]:
     """The commands that mend what failed, in the order of the report, each once, each after a comment line.
 
-    The comment says what the command is for and about which hosts the finding is.
+    The comment says what the command is for and about which hosts the finding is; commands that are for the same stand
+    below one comment.
     """
     reasons: dict[str, dict[tuple[str, str], list[Finding]]] = {}
     for finding in outcome.findings:
         for command in finding.commands if counts(finding) else ():
             reasons.setdefault(command, {}).setdefault((finding.id, finding.message), []).append(finding)
     shown = _Report(outcome, Style(glyphs=glyphs))
-    lines = []
+    lines: list[str] = []
+    before: list[str] = []
     for command, causes in reasons.items():
+        comments = []
         for (check, message), findings in causes.items():
             where = shown._where(findings)
             # In one line whatever the message is: what follows a line break would be run.
-            lines.append(one_line(f"# {check}{f' on {where}' if where else ''}: {' '.join(clean(message))}"))
+            comments.append(one_line(f"# {check}{f' on {where}' if where else ''}: {' '.join(clean(message))}"))
+        if comments != before:
+            lines += comments
+        before = comments
         lines += [printable(line) for line in command.splitlines()]
     return lines
 

@@ -18,8 +18,8 @@ class Summary:
         errors: different failures of severity error; the same message for several hosts is one.
         warnings: the same for warnings.
         infos: the same for infos.
-        passed: checks that found nothing wrong with any host (some hosts may have been skipped).
-        skipped: checks that could not be made for any host.
+        passed: checks that were made for every host and found nothing wrong.
+        skipped: checks that could not be made for at least one host.
         ignored: different failures that the cluster file ignores.
     """
 
@@ -45,7 +45,7 @@ def summarize(findings: Iterable[Finding]) -> Summary:
         errors=sum(severity is Severity.ERROR for _, severity, _ in failed),
         warnings=sum(severity is Severity.WARNING for _, severity, _ in failed),
         infos=sum(severity is Severity.INFO for _, severity, _ in failed),
-        passed=sum(Verdict.FAIL not in seen and Verdict.PASS in seen for seen in verdicts),
-        skipped=sum(seen == {Verdict.SKIPPED} for seen in verdicts),
+        passed=sum(seen == {Verdict.PASS} for seen in verdicts),
+        skipped=sum(Verdict.SKIPPED in seen for seen in verdicts),
         ignored=len(ignored),
     )

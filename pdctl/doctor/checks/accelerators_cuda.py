@@ -86,15 +86,16 @@ def _count(context: Context, facts: HostFacts, nvidia: NvidiaFacts) -> Iterable[
     for instance in _instances(context, host):
         absent = [device for device in instance.devices if device not in there]
         if absent:
-            missing.append(f"{instance.name} wants {listing(absent)}")
-    seen = f"{plural(len(there), 'GPU')}: {listing(sorted(there)) or 'none'}"
+            missing.append(f"{instance.name} is to use what is not there: GPU {listing(absent)}")
+    seen = f"GPUs on the host: {listing(sorted(there), 16) or 'none'}"
     if missing:
         yield failed(
             host,
             message=f"the plan uses GPUs that are not there ({plural(len(there), 'GPU')} found)",
             evidence=f"{'; '.join(missing)}; {seen}",
             fix="lower tensor_parallel, data_parallel or instances_per_host, set `devices`, or use a host with more "
-            "GPUs; if GPUs are missing from the list, see `sudo dmesg | grep -i -e nvrm -e xid`",
+            "GPUs; if the host should have more GPUs: `sudo dmesg | grep -i -e nvrm -e xid` says why, and a reboot may "
+            "bring them back",
         )
     else:
         yield passed(host, message="all planned GPUs are there", evidence=seen)
@@ -176,14 +177,14 @@ def _models(context: Context) -> Iterator[Result]:
                 message=f"its GPUs are not those of the other hosts ({odd[0]})",
                 evidence=hosts_by_value(models),
                 fix="nothing, if it is on purpose: prefill and decode may differ, but the slower side sets the pace, "
-                "and the attention backend that vLLM chooses may differ with the GPU (see MOD)",
+                "and the attention backend that vLLM chooses may differ with the GPU (MOD009 compares what must be the "
+                "same)",
             )
         else:
             yield passed(host, message="the same GPUs as the other hosts", evidence=models[host])
 
 
 def _peer_memory(context: Context, facts: HostFacts, nvidia: NvidiaFacts) -> Iterable[Result]:
-    del context
     host = facts.host
     if not nvidia.present:
         yield skipped(host, message="not checked: there is no NVIDIA driver (see ACC001)")
@@ -207,13 +208,16 @@ def _peer_memory(context: Context, facts: HostFacts, nvidia: NvidiaFacts) -> Ite
         yield skipped(host, message="not checked: the kind of NVIDIA's kernel module is not known", evidence=seen)
     else:
         why = "NVIDIA's kernel module is the proprietary one" if not is_open else "Linux is older than 5.12"
+        # nvidia_peermem serves Mellanox cards; EFA's driver has a way of its own.
+        efa = context.spec.fabric == "efa"
+        also = " and reboot" if efa else " and reboot; or load the module: `sudo modprobe nvidia_peermem`"
+        also += ", with EFA's software of installer 1.29 or newer" if efa else ""
         yield failed(
             host,
             message=f"the network cards have no way into GPU memory: no peer memory, and no dmabuf, because {why}",
             evidence=seen,
-            fix="install NVIDIA's open kernel modules (the `-open` packages) on Linux 5.12 or newer, and on EFA the "
-            "installer 1.29 or newer; or load the module: `sudo modprobe nvidia_peermem`",
-            commands=("sudo modprobe nvidia_peermem",),
+            fix=f"install NVIDIA's open kernel modules (the `-open` packages) on Linux 5.12 or newer{also}",
+            commands=() if efa else ("sudo modprobe nvidia_peermem",),
         )
 
 
@@ -249,9 +253,8 @@ def _gdrcopy(context: Context, facts: HostFacts, modules: ModuleFacts) -> Iterab
         evidence=f"{seen}; /dev/gdrdrv {'exists' if exists else 'does not exist'}",
         fix="make /dev/gdrdrv readable and writable for the login (in a container `--device=/dev/gdrdrv`)"
         if exists
-        else "install gdrcopy and load its module: `sudo modprobe gdrdrv` (release 2.5.1 does not build on Linux 6.15 "
-        "and newer)",
-        commands=() if exists else ("sudo modprobe gdrdrv",),
+        else "install gdrcopy with its kernel module (https://github.com/NVIDIA/gdrcopy; release 2.5.1 does not build "
+        "on Linux 6.15 and newer), then load it: `sudo modprobe gdrdrv`",
     )
 
 
@@ -269,8 +272,9 @@ def _fabric_manager(context: Context, facts: HostFacts, nvidia: NvidiaFacts) -> 
             host,
             message="NVIDIA's fabric manager does not run, and these GPUs are connected by NVSwitches",
             evidence=f"nvidia-fabricmanager: {state or 'no such service'}; {nvidia.gpus[0].name} x {len(nvidia.gpus)}",
-            fix="install and start the fabric manager of exactly the driver's version; then look at `nvidia-smi -q -i "
-            "0 | grep -A2 Fabric`",
+            fix=f"install the fabric manager of exactly the driver's version ({nvidia.driver_version or 'nvidia-smi'}) "
+            "and start it; if it does not stay up, `journalctl -u nvidia-fabricmanager` says why. When all is well, "
+            "`nvidia-smi -q -i 0 | grep -A2 Fabric` says Completed",
             commands=("sudo systemctl enable --now nvidia-fabricmanager",),
         )
 
@@ -369,7 +373,8 @@ CHECKS: tuple[Check, ...] = (
         "module that is not loaded is normal on new images, which use dmabuf.",
         why="Registering GPU memory fails (`Invalid argument`), or all data is copied through the host's memory. "
         "Kernel updates broke it for the proprietary module, whose symbols became GPL-only.",
-        fix="NVIDIA's open kernel modules, EFA installer 1.29 or newer; or `sudo modprobe nvidia_peermem`.",
+        fix="NVIDIA's open kernel modules; on EFA with EFA installer 1.29 or newer; on InfiniBand and RoCE instead of "
+        "them `sudo modprobe nvidia_peermem`.",
         run=each_host("nvidia", _peer_memory, applies=_CUDA_RDMA),
         sources=(
             "https://github.com/aws/aws-ofi-nccl/issues/803",

@@ -60,12 +60,13 @@ def _cores(context: Context, facts: HostFacts, neuron: NeuronFacts) -> Iterable[
         yield skipped(host, message="not checked: neuron-ls listed no device (see ACC020)")
         return
     cores = sum(max(0, device.cores) for device in neuron.devices)
-    seen = f"{plural(len(neuron.devices), 'device')} with {plural(cores, 'core')}"
+    numbers = f" (0 to {cores - 1})" if cores > 1 else ""
+    seen = f"{plural(len(neuron.devices), 'device')} with {plural(cores, 'core')}{numbers}"
     beyond: list[str] = []
     for instance in context.instances_on(host):
         absent = [core for core in instance.devices if core >= cores]
         if absent:
-            beyond.append(f"{instance.name} wants {listing(absent)}")
+            beyond.append(f"{instance.name} is to use what is not there: cores {listing(absent)}")
     if beyond:
         yield failed(
             host,
@@ -135,8 +136,8 @@ def _cards(context: Context, facts: HostFacts, neuron: NeuronFacts) -> Iterable[
             host,
             message=f"NIXL wants one EFA device for each Neuron device: there are {cards} for {devices}",
             evidence=seen,
-            fix="launch the instance anew with an EFA interface on every network card (interfaces cannot be added "
-            "while it runs)",
+            fix="mend FAB001 or FAB002 first if it failed too: that is the same trouble; else attach an EFA interface "
+            "on every network card (while the instance is stopped, or by launching it anew)",
         )
 
 

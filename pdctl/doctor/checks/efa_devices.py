@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pdctl.doctor.checks.efa_facts import answered, efa_devices, has_counter, other_devices, user_space
+from pdctl.doctor.checks.efa_facts import (
+    USE_INSTALLERS,
+    answered,
+    distribution_instead,
+    efa_devices,
+    get_installer,
+    has_counter,
+    other_devices,
+    user_space,
+)
 from pdctl.doctor.checks.instance_facts import instance_type, instance_type_name
 from pdctl.doctor.checks.per_host import RDMA_FABRICS, each_host, on_fabric
 from pdctl.doctor.checks.versions import at_least
@@ -97,6 +106,7 @@ def _write(context: Context, facts: HostFacts, efa: EfaFacts) -> Iterable[Result
                 evidence=seen,
                 fix="install one current EFA installer (it brings driver, rdma-core and libfabric that fit together) "
                 "and reboot; RDMA WRITE needs the driver 2.4.0 or newer",
+                commands=get_installer(facts),
             )
         else:
             read = True if has_counter(facts, "rdma_read_bytes") else None if row is None else row.rdma_read
@@ -225,16 +235,20 @@ def _provider(context: Context, facts: HostFacts, efa: EfaFacts) -> Iterable[Res
             host,
             message=OPENED_AROUND,
             evidence=f"{seen}; {listing(_why_closed(device) for device in hiding)}",
-            fix="let the login open that device too, hide it from the container, or use libfabric newer than 2.4",
+            fix=f"let the login open {listing(device.name for device in hiding)} too (readable and writable "
+            "/dev/infiniband/uverbs*, or in a container `--device=/dev/infiniband`), or hide it from the container, or "
+            "use libfabric newer than 2.4",
         )
     elif found == 0:
         yield failed(
             host,
             message="libfabric finds no EFA device, although there are some",
             evidence=seen,
-            fix="see `FI_LOG_LEVEL=warn fi_info -p efa -t FI_EP_RDM`; usual causes: a libfabric of the distribution, "
-            "devices that cannot be opened (FAB004), a variable such as FI_PROVIDER or FI_EFA_IFACE in the login's "
-            "environment",
+            fix=USE_INSTALLERS
+            if distribution_instead(efa)
+            else "see `FI_LOG_LEVEL=warn fi_info -p efa -t FI_EP_RDM`; usual causes: a libfabric of the distribution "
+            "(FAB006), devices that cannot be opened (FAB004), a variable such as FI_PROVIDER or FI_EFA_IFACE in the "
+            "login's environment",
         )
     elif facts.rdma is not None and found < len(devices):
         # Slower, but no reason not to launch.

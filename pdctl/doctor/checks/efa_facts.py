@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from pdctl.doctor.facts import HostFacts, ProviderAnswer, RdmaDevice
+from pdctl.doctor.facts import EfaFacts, HostFacts, ProviderAnswer, RdmaDevice
+
+AMAZON = "/opt/amazon/efa/"
+"""Where the EFA installer puts its libfabric."""
+USE_INSTALLERS = "mend FAB006 first: the EFA installer's libfabric is installed, but another one comes before it"
+_GET_INSTALLER = (
+    "curl -fsSO https://efa-installer.amazonaws.com/aws-efa-installer-latest.tar.gz && tar -xf "
+    "aws-efa-installer-latest.tar.gz && cd aws-efa-installer && sudo ./efa_installer.sh -y"
+)
 
 
 def efa_devices(facts: HostFacts) -> tuple[RdmaDevice, ...]:
@@ -25,6 +33,18 @@ def has_counter(facts: HostFacts, name: str) -> bool:
     return any(
         name in device.counters or any(name in port.counters for port in device.ports) for device in efa_devices(facts)
     )
+
+
+def distribution_instead(efa: EfaFacts) -> bool:
+    """Whether another libfabric comes first although the EFA installer's is there: the order is wrong, no version."""
+    path = efa.fi_info_path
+    return path is not None and not path.startswith(AMAZON) and efa.installer_version is not None
+
+
+def get_installer(facts: HostFacts) -> tuple[str, ...]:
+    """The command that installs the current EFA software; none for a container, whose image must have it."""
+    inside = facts.system is not None and facts.system.container
+    return () if inside else (_GET_INSTALLER,)
 
 
 def user_space(facts: HostFacts) -> str:

@@ -5,7 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from pdctl.doctor.checks.efa_facts import efa_devices, user_space
+from pdctl.doctor.checks.efa_facts import (
+    AMAZON,
+    USE_INSTALLERS,
+    distribution_instead,
+    efa_devices,
+    get_installer,
+    user_space,
+)
 from pdctl.doctor.checks.instance_facts import instance_type
 from pdctl.doctor.checks.per_host import (
     all_of,
@@ -22,8 +29,6 @@ from pdctl.doctor.context import Context
 from pdctl.doctor.facts import EfaFacts, HostFacts
 from pdctl.doctor.findings import Check, Result, Severity, failed, passed, skipped
 
-AMAZON = "/opt/amazon/efa/"
-"""Where the EFA installer puts its libfabric."""
 LIBFABRIC_LEAST = "1.21.0"
 """NIXL's LIBFABRIC plugin needs this one."""
 LIBFABRIC_WANTED = "2.1"
@@ -46,6 +51,7 @@ def _installed(context: Context, facts: HostFacts, efa: EfaFacts) -> Iterable[Re
             message="EFA's libraries are not installed here",
             evidence="no fi_info in /opt/amazon/efa/bin or on the PATH",
             fix=f"{_INSTALL}; in a container they must be inside the image",
+            commands=get_installer(facts),
         )
         return
     mixed = _packages_disagree(efa)
@@ -86,20 +92,22 @@ def _libfabric(context: Context, facts: HostFacts, efa: EfaFacts) -> Iterable[Re
         yield skipped(host, message="not checked: fi_info did not say its version", evidence=efa.fi_info_path)
         return
     arm_gpu = context.spec.accelerator == "cuda" and facts.system is not None and facts.system.machine == "aarch64"
-    seen = user_space(facts)
+    seen, other = user_space(facts), distribution_instead(efa)
     if not at_least(version, LIBFABRIC_LEAST):
         yield failed(
             host,
             message=f"libfabric {version} is too old: NIXL needs {LIBFABRIC_LEAST}",
             evidence=seen,
-            fix=_INSTALL,
+            fix=USE_INSTALLERS if other else _INSTALL,
+            commands=() if other else get_installer(facts),
         )
     elif arm_gpu and not at_least(version, LIBFABRIC_ARM_GPU):
         yield failed(
             host,
             message=f"libfabric {version} cannot register GPU memory on arm64: {LIBFABRIC_ARM_GPU} is needed",
             evidence=seen,
-            fix=f"{_INSTALL}: 1.50.0 or newer brings 2.6",
+            fix=USE_INSTALLERS if other else f"{_INSTALL}: 1.50.0 or newer brings 2.6",
+            commands=() if other else get_installer(facts),
         )
     elif not at_least(version, LIBFABRIC_WANTED):
         yield failed(
@@ -107,7 +115,8 @@ def _libfabric(context: Context, facts: HostFacts, efa: EfaFacts) -> Iterable[Re
             severity=Severity.WARNING,
             message=f"libfabric {version} is old: from {LIBFABRIC_WANTED} on it has efa-direct, the shortest way",
             evidence=seen,
-            fix=f"{_INSTALL} (1.41.0 or newer)",
+            fix=USE_INSTALLERS if other else f"{_INSTALL} (1.41.0 or newer)",
+            commands=() if other else get_installer(facts),
         )
     else:
         yield passed(host, message="libfabric is new enough", evidence=seen)
@@ -138,6 +147,7 @@ def _driver(context: Context, facts: HostFacts, efa: EfaFacts) -> Iterable[Resul
             evidence=f"/sys/module/efa/version: {version}",
             fix="run the current EFA installer and reboot (or, with nothing using EFA: `sudo modprobe -r efa && sudo "
             "modprobe efa`)",
+            commands=get_installer(facts),
         )
     else:
         yield passed(host, message="the EFA driver is new enough", evidence=version or "")
@@ -170,6 +180,7 @@ def _same(context: Context) -> Iterator[Result]:
             odd = odd_ones_out(values)
             if odd is not None and host in odd[1]:
                 wrong.append((name, f"{odd[1][host]} instead of {odd[0]}"))
+        only_other = [name for name, _ in wrong] == ["libfabric"] and distribution_instead(found[host])
         if wrong:
             yield failed(
                 host,
@@ -177,7 +188,8 @@ def _same(context: Context) -> Iterator[Result]:
                 message="EFA's software is not the same as on the other hosts: "
                 + ", ".join(f"{name} {difference}" for name, difference in wrong),
                 evidence="; ".join(f"{name}: {hosts_by_value(versions[name])}" for name, _ in wrong),
-                fix=f"{_INSTALL}; reboot when the driver changed",
+                fix=USE_INSTALLERS if only_other else f"{_INSTALL}; reboot when the driver changed",
+                commands=() if only_other else get_installer(context.facts[host]),
             )
         else:
             yield passed(host, message="the same EFA software as on the other hosts")
@@ -205,11 +217,27 @@ def _device_memory(context: Context, facts: HostFacts, efa: EfaFacts) -> Iterabl
             message="libfabric cannot register accelerator memory with EFA",
             evidence=f"fi_info -p efa -t FI_EP_RDM -c FI_HMEM: {answer.error.strip() or 'nothing'}; "
             f"{user_space(facts)}",
-            fix="use the EFA installer's libfabric (one that was built without CUDA or Neuron support cannot), and "
-            "see that FI_HMEM and FI_HMEM_DISABLE_P2P are not set in the login's environment",
+            fix=_device_memory_fix(facts, efa),
         )
     else:
         yield passed(host, message="libfabric registers accelerator memory with EFA", evidence=user_space(facts))
+
+
+def _device_memory_fix(facts: HostFacts, efa: EfaFacts) -> str:
+    row = instance_type(facts)
+    if row is not None and row.gpu_direct is False:
+        return (
+            f"nothing in the software: EFA of {row.name} has no way into accelerator memory; use another instance type"
+        )
+    if distribution_instead(efa):
+        return USE_INSTALLERS
+    look = "`FI_LOG_LEVEL=warn fi_info -p efa -t FI_EP_RDM -c FI_HMEM` says why: a library of the accelerator's driver "
+    look += (
+        "that is not found (libcuda.so.1, libnrt.so.1), or FI_HMEM or FI_HMEM_DISABLE_P2P in the login's environment"
+    )
+    if efa.fi_info_path is not None and efa.fi_info_path.startswith(AMAZON):
+        return f"{look}; if it says nothing, run the current EFA installer again (in an image with --skip-kmod)"
+    return f"{_INSTALL}: a libfabric built without CUDA or Neuron support cannot; else {look}"
 
 
 _CHANGELOG = "https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/efa-changelog.html"

@@ -35,11 +35,13 @@ class _Trouble:
     """One variable with a value that does harm.
 
     Attributes:
-        text: ``NAME=value: what it does``.
+        setting: ``NAME=value``.
+        what: what it does.
         origin: where it comes from.
     """
 
-    text: str
+    setting: str
+    what: str
     origin: str
 
 
@@ -54,7 +56,7 @@ def _is_on(variables: _Variables, name: str) -> bool:
 
 def _trouble(variables: _Variables, name: str, what: str) -> _Trouble:
     value, origin = variables[name]
-    return _Trouble(f"{name}={value}: {what}", origin)
+    return _Trouble(f"{name}={value}", what, origin)
 
 
 def _harmful(context: Context, facts: HostFacts, variables: _Variables) -> Iterator[_Trouble]:
@@ -94,11 +96,11 @@ def _doubtful(context: Context, facts: HostFacts, variables: _Variables) -> Iter
     del context
     provider = variables.get("FI_PROVIDER", ("", "pdctl sets it unless the cluster file does"))
     if provider[0].strip().lower().strip(",") != "efa" and (not provider[0] or _allows_efa(provider[0].lower())):
-        text = "FI_PROVIDER is not efa alone: when there is no EFA device libfabric takes TCP, without a word"
-        yield _Trouble(text, provider[1])
+        setting = f"FI_PROVIDER={provider[0]}" if provider[0] else "FI_PROVIDER without a value"
+        yield _Trouble(setting, "lets libfabric take TCP without a word when there is no EFA device", provider[1])
     for name, why in _NO_EFFECT.items():
         if name in variables:
-            yield _trouble(variables, name, f"does nothing in vLLM; {why}")
+            yield _trouble(variables, name, f"does nothing in vLLM ({why})")
     kernel = facts.system.kernel if facts.system is not None else None
     for name in _FORK:
         if _is_on(variables, name) and not _is_on(variables, "FI_EFA_USE_HUGE_PAGE") and at_least(kernel, "5.15"):
@@ -120,8 +122,11 @@ def _judge(rules: _Rules, message: str, fix: str) -> Callable[[Context], Iterato
                     for trouble in rules(context, facts, environment_of(facts, instance)):
                         found.setdefault(trouble, []).append(instance.name)
             if found:
-                texts = sorted({trouble.text for trouble in found})
-                origins = (f"{one.text.split(':')[0]} from {one.origin} ({listing(on)})" for one, on in found.items())
+                texts = sorted({f"{trouble.setting} {trouble.what}" for trouble in found})
+                places: dict[tuple[str, str], list[str]] = {}
+                for trouble, on in found.items():
+                    places.setdefault((listing(on), trouble.origin), []).append(trouble.setting)
+                origins = (f"{on}: {listing(all_)} from {origin}" for (on, origin), all_ in places.items())
                 yield failed(
                     host,
                     message=f"{message}: {'; '.join(texts)}",
@@ -166,7 +171,8 @@ def _same_everywhere(context: Context) -> Iterator[Result]:
         yield failed(
             message="a setting of libfabric differs between instances, and both ends must agree on it",
             evidence=listing(differences),
-            fix="set it in the top `env` of the cluster file, or nowhere",
+            fix="set it in the top `env` of the cluster file (it goes before the logins' environments), or remove it "
+            "everywhere: from `env` and from the logins' environments (~/.profile, /etc/environment)",
         )
     elif variables:
         yield passed(message="prefill and decode agree")
@@ -231,11 +237,11 @@ CHECKS: tuple[Check, ...] = (
         "that are not there.",
         why="The process aborts when NIXL starts, or KV moves by emulation or not over EFA at all. Device names change "
         "when the installer's rdma-core comes in, so an old FI_EFA_IFACE hides all devices.",
-        fix="Remove the variable where it comes from (evidence), or override it in `env`.",
+        fix="Remove the variable where it comes from (the report names the place), or override it in `env`.",
         run=_judge(
             _harmful,
             "the environment breaks EFA",
-            "remove it where it comes from (see the evidence), or give it another value in `env` of the cluster file",
+            "remove it where it comes from, or give it another value in `env` of the cluster file",
         ),
         sources=(_LIBFABRIC_EFA,),
         blocking=True,
@@ -251,8 +257,8 @@ CHECKS: tuple[Check, ...] = (
         fix="`FI_PROVIDER: efa` in `env`; remove what does nothing.",
         run=_judge(
             _doubtful,
-            "variables do not do what they seem to",
-            "set FI_PROVIDER: efa in `env`, and remove what does nothing",
+            "variables mislead",
+            "set FI_PROVIDER: efa in `env` if it is named here, and remove the other variables where they come from",
         ),
         sources=(
             _LIBFABRIC_EFA,
@@ -283,7 +289,7 @@ CHECKS: tuple[Check, ...] = (
         severity=Severity.ERROR,
         what="FI_EFA_USE_UNSOLICITED_WRITE_RECV has one value (or none) in the environments of all instances.",
         why="The two ends of a connection must agree on it; else it breaks, or notifications are lost.",
-        fix="Set it in the top `env`, or nowhere.",
+        fix="Set it in the top `env`, or nowhere: neither in an `env` nor in a login's environment.",
         run=_same_everywhere,
         sources=(_LIBFABRIC_EFA, "https://github.com/ai-dynamo/nixl/pull/1123"),
     ),

@@ -179,8 +179,7 @@ def _container(context: Context, facts: HostFacts, system: SystemFacts) -> Itera
             message=f"this {system.container} container lacks {listing(lacks)}",
             evidence=f"in {system.container}: {system.os}",
             fix=f"start it with {' '.join(flags)}; on Kubernetes request `vpc.amazonaws.com/efa` (or the RDMA device "
-            "plugin's resource) and run with hostNetwork; Dynamo reports that GPU memory could only be registered with "
-            "`privileged`",
+            "plugin's resource) and run with hostNetwork; if GPU memory still cannot be registered, try `--privileged`",
         )
     else:
         yield passed(facts.host, message="the container has what RDMA needs", evidence=system.container)

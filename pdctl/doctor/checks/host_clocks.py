@@ -32,13 +32,18 @@ def _clocks(context: Context) -> Iterator[Result]:
         difference = offset - offsets[reference][0]
         uncertain = error + offsets[reference][1]
         seen = f"{difference:+.3f} s against {reference}, give or take {uncertain:.3f} s"
+        clock = context.facts[host].clock
+        unkept = clock is not None and clock.synchronized is False
         if host != reference and abs(difference) - uncertain > SKEW_LIMIT_S:
             yield failed(
                 host,
                 message=f"its clock differs from the other hosts' by more than {SKEW_LIMIT_S:g} s",
                 evidence=seen,
-                fix="let chrony or systemd-timesyncd set it (`chronyc makestep`; on EC2 the server is 169.254.169.123)",
-                commands=("sudo chronyc makestep",),
+                fix="start a time service, which sets the clock: none keeps it (see HOST008); on EC2 its server is "
+                "169.254.169.123"
+                if unkept
+                else "let the time service set it: `sudo chronyc makestep` with chrony, `sudo systemctl restart "
+                "systemd-timesyncd` with that; on EC2 its server is 169.254.169.123",
             )
         else:
             yield passed(host, message="its clock agrees with the others", evidence="" if host == reference else seen)

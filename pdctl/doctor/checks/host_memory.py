@@ -66,7 +66,8 @@ def _cpu_memory(facts: HostFacts, instances: list[InstancePlan], limit: int, fre
             host,
             message=f"the instances take {shares:.2f} of the host's memory for themselves, and that much is not free",
             evidence=f"{seen}; without a size of its KV cache an instance takes gpu-memory-utilization (0.92) of all",
-            fix="set VLLM_CPU_KVCACHE_SPACE (GiB) in `env`, or a smaller gpu-memory-utilization in `vllm_args`",
+            fix="give the KV cache a size that leaves room for the weights: VLLM_CPU_KVCACHE_SPACE in `env`, in GiB "
+            "for each instance (2 is enough to try), or a smaller gpu-memory-utilization in `vllm_args`",
         )
     if wanted > limit:
         return failed(
@@ -140,8 +141,8 @@ def _huge_pages(context: Context, facts: HostFacts, memory: MemoryFacts) -> Iter
             host,
             message="all huge pages are taken: a process that uses EFA then cannot fork (`Cannot allocate memory`)",
             evidence=seen,
-            fix="set FI_EFA_USE_HUGE_PAGE: '0' in `env`, or reserve more (`sudo sysctl -w vm.nr_hugepages=N`) before "
-            "the instances are started",
+            fix="set FI_EFA_USE_HUGE_PAGE: '0' in `env`, or reserve more than there are now (`sudo sysctl -w "
+            "vm.nr_hugepages=NUMBER`) before the instances are started",
         )
     elif context.spec.accelerator == "cpu" and memory.hugepages_total == 0 and max(caches, default=0) > HOST_CACHE_MOST:
         yield failed(

@@ -105,7 +105,7 @@ def _transports(context: Context) -> Iterator[Result]:
         elif facts.environment is None and not all("UCX_TLS" in one.env for one in _ucx_instances(context, host)):
             yield skipped(host, message=f"not checked: {facts.why_missing('environment')}")
         else:
-            yield passed(host, message="UCX must use RDMA")
+            yield passed(host, message="UCX uses RDMA and not TCP")
 
 
 def _judge_transports(setting: tuple[str, str]) -> tuple[Severity, str, str] | None:
@@ -147,7 +147,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         id="FAB027",
-        title="UCX must use RDMA",
+        title="UCX uses RDMA and not TCP",
         severity=Severity.ERROR,
         what="On InfiniBand and RoCE: UCX_TLS lets no TCP in (a warning), and allows RDMA and a transport for UCX's "
         "own messages (else an error). pdctl sets ^tcp unless the cluster file says otherwise.",

@@ -109,11 +109,13 @@ def _ports(context: Context, facts: HostFacts, rdma: RdmaFacts) -> Iterable[Resu
         yield passed(host, message="all RDMA ports are active", evidence=seen)
         return
     states = sorted({rail.port.state.upper() or "UNKNOWN" for rail in idle})
-    whole = len(idle) == len(rails) or bool(_named(context, facts))
+    named = bool(_named(context, facts))
+    whole = len(idle) == len(rails) or named
+    ports = "RDMA ports that UCX_NET_DEVICES names" if named else "RDMA ports"
     what = (
-        "no RDMA port is active"
+        f"none of the {ports} is active"
         if len(idle) == len(rails)
-        else f"{len(idle)} of {len(rails)} RDMA ports are not active"
+        else f"{len(idle)} of {len(rails)} {ports} are not active"
     )
     yield failed(
         host,
@@ -128,8 +130,11 @@ def _state_fix(context: Context, state: str) -> str:
     if state == "INIT" and context.spec.fabric == "infiniband":
         return "INIT: the link is up, but no subnet manager answers: start one (`opensm`, or on a switch), see `sminfo`"
     if state in ("DOWN", "DISABLED"):
-        return f"{state}: look at cable, transceiver and switch port; `ip link set dev INTERFACE up` for RoCE; or "
-        "name the ports to be used in UCX_NET_DEVICES"
+        up = "; `ip link set dev INTERFACE up`" if context.spec.fabric == "roce" else ""
+        return (
+            f"{state}: look at cable, transceiver and switch port{up}; or name only active ports in UCX_NET_DEVICES "
+            "(`env` of the host or side in the cluster file)"
+        )
     return f"{state}: see `rdma link` and `ibstat`"
 
 
@@ -147,8 +152,8 @@ def _lids(context: Context, facts: HostFacts, rdma: RdmaFacts) -> Iterable[Resul
             facts.host,
             message="an active InfiniBand port has no address (LID)",
             evidence=listing(f"{rail.name}: lid {rail.port.lid}, sm_lid {rail.port.sm_lid}" for rail in without),
-            fix="the subnet manager assigns it: see `sminfo` and its log; with `link_layer` Ethernet use `fabric: "
-            "roce`",
+            fix="the subnet manager assigns it: `sminfo` must find one; if not, start one (`opensm`, or on a switch), "
+            "else look into its log",
         )
     elif not known:
         yield skipped(facts.host, message="not checked: the ports' LIDs were not reported")
@@ -192,7 +197,9 @@ def _gids(context: Context, facts: HostFacts, rdma: RdmaFacts) -> Iterable[Resul
             host,
             message="UCX_IB_GID_INDEX points to a GID that is not RoCE v2 with a routable address",
             evidence=f"{listing(fixed)}; {seen}",
-            fix="leave it out, then UCX chooses by itself; or set it per host: the tables differ between hosts",
+            fix="take UCX_IB_GID_INDEX out of `env` in the cluster file and out of the login's environment, then UCX "
+            "chooses by itself; or set it for each host to the index of a RoCE v2 line with an IP address (tables "
+            "differ between hosts)",
         )
     else:
         yield passed(host, message="the RoCE ports have a RoCE v2 GID that can be routed", evidence=seen)

@@ -26,7 +26,7 @@ def listing(names: Iterable[object], limit: int = 8) -> str:
     """Names with commas; a long list is cut and says how many more there are."""
     given = [str(name) for name in names]
     more = len(given) - limit
-    return ", ".join(given) if more <= 0 else f"{', '.join(given[:limit])} and {more} more"
+    return ", ".join(given) if more <= 0 else f"{', '.join(given[:limit])}, and {more} more"
 
 
 def plural(count: int, one: str, many: str = "") -> str:

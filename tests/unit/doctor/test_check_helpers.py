@@ -63,7 +63,7 @@ def test_sizes(count, words):
 
 
 def test_words():
-    assert listing(range(10), 3) == "0, 1, 2 and 7 more"
+    assert listing(range(10), 3) == "0, 1, 2, and 7 more"
     assert listing([]) == ""
     assert (plural(1, "device"), plural(2, "device"), plural(2, "process", "processes")) == (
         "1 device",

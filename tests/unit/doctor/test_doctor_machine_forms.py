@@ -43,9 +43,9 @@ class TestSummary:
         found.append(finding("HOST003", "fail", "d1", message="lower"))
         assert summarize(found).errors == 2
 
-    def test_a_check_that_is_skipped_for_some_hosts_has_passed_for_the_others(self) -> None:
+    def test_a_check_that_is_skipped_for_some_hosts_has_not_passed(self) -> None:
         found = [finding("HOST003", "pass", "p1"), finding("HOST003", "skipped", "d1")]
-        assert summarize(found) == Summary(passed=1)
+        assert summarize(found) == Summary(skipped=1)
 
 
 class TestJson:

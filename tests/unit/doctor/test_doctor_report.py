@@ -179,8 +179,28 @@ def test_a_fix_that_messages_share_is_told_once() -> None:
         finding("HOST003", "fail", "p3", message="three", fix="do that"),
     ]
     text = text_of(outcome_of(found))
-    assert text.count("fix: do it") == 1
-    assert text.index("p2: two") < text.index("fix: do it") < text.index("$ sudo b") < text.index("p3: three")
+    assert text.count("do it") == 1
+    order = ["p1: one", "p2: two", "fix (p1, p2): do it", "$ sudo b", "p3: three", "fix: do that"]
+    assert sorted(order, key=text.index) == order
+
+
+def test_what_is_the_matter_comes_before_what_should_hold() -> None:
+    """A title alone reads as if all were well."""
+    text = text_of(outcome_of([finding("HOST003", "fail", "p1", message="64 KiB")]))
+    assert "error HOST003 on p1: 64 KiB\n      expected: memory may be locked without limit\n" in text
+
+
+def test_what_was_not_checked_everywhere_has_not_passed() -> None:
+    found = [finding("HOST003", "pass", "p1"), finding("HOST003", "skipped", "d1", message="no answer")]
+    text = text_of(outcome_of(found))
+    assert "passed\n" not in text
+    assert "\n0 passed, 1 skipped" in text
+    assert "passed HOST003" in text_of(outcome_of(found), verbose=True)
+
+
+def test_warnings_alone_have_a_next_step_too() -> None:
+    found = finding("HOST003", "fail", "p1", severity="warning", message="low")
+    assert "next: pdctl doctor explain HOST003" in text_of(outcome_of([found]))
 
 
 def test_only_failures() -> None:
@@ -195,7 +215,7 @@ class TestFixCommands:
         found = [
             finding("HOST003", "fail", "p1", message="little memory", commands=["sudo a", "sudo b"]),
             finding("HOST003", "fail", "p2", message="little memory", commands=["sudo a"]),
-            finding("SG001", "fail", message="no rule", commands=["aws ec2 x"]),
+            finding("SG001", "fail", message="no rule", commands=["aws ec2 x", "aws ec2 y"]),
             finding("SW002", "fail", "p1", message="other", commands=["sudo a"]),
         ]
         assert fix_commands(outcome_of(found)) == [
@@ -206,6 +226,7 @@ class TestFixCommands:
             "sudo b",
             "# SG001: no rule",
             "aws ec2 x",
+            "aws ec2 y",
         ]
 
     def test_a_message_of_several_lines_stays_a_comment(self) -> None:

@@ -2,7 +2,7 @@
 
 Two hosts, real vLLM, NIXL over UCX TCP, the router. After each fault this must hold: the client got a right answer or
 a clear error within `timeout_s` + 5 s; nothing is in flight or held; and the next requests are right. The F-numbers are
-those of docs/connector.md. One cluster for the file; tests that kill an instance bring it back with `pdctl up`.
+those of docs/connector.md. One cluster for the folder; tests that kill an instance bring it back with `pdctl up`.
 """
 
 from __future__ import annotations
