@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 from pdctl.doctor.facts import EfaFacts, HostFacts, ProviderAnswer, RdmaDevice
 
 AMAZON = "/opt/amazon/efa/"
 """Where the EFA installer puts its libfabric."""
 USE_INSTALLERS = "mend FAB006 first: the EFA installer's libfabric is installed, but another one comes before it"
-_GET_INSTALLER = (
-    "curl -fsSO https://efa-installer.amazonaws.com/aws-efa-installer-latest.tar.gz && tar -xf "
-    "aws-efa-installer-latest.tar.gz && cd aws-efa-installer && sudo ./efa_installer.sh -y"
-)
 
 
 def efa_devices(facts: HostFacts) -> tuple[RdmaDevice, ...]:
@@ -41,10 +39,21 @@ def distribution_instead(efa: EfaFacts) -> bool:
     return path is not None and not path.startswith(AMAZON) and efa.installer_version is not None
 
 
-def get_installer(facts: HostFacts) -> tuple[str, ...]:
-    """The command that installs the current EFA software; none for a container, whose image must have it."""
+def get_installer(facts: HostFacts, version: str = "latest") -> tuple[str, ...]:
+    """The command that installs EFA's software; none for a container, whose image must have it.
+
+    Args:
+        facts: of the host that needs it.
+        version: of the installer; what does not look like one gets no command.
+    """
     inside = facts.system is not None and facts.system.container
-    return () if inside else (_GET_INSTALLER,)
+    if inside or not re.fullmatch(r"latest|[0-9]{1,4}(\.[0-9]{1,4}){1,3}", version):
+        return ()
+    archive = f"aws-efa-installer-{version}.tar.gz"
+    return (
+        f"curl -fsSO https://efa-installer.amazonaws.com/{archive} && tar -xf {archive} && cd aws-efa-installer && "
+        "sudo ./efa_installer.sh -y",
+    )
 
 
 def user_space(facts: HostFacts) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from pdctl.doctor.checks.efa_facts import (
     AMAZON,
@@ -176,10 +176,12 @@ def _same(context: Context) -> Iterator[Result]:
             yield skipped(host, message="not checked: no version of EFA's software is known here")
             continue
         wrong = []
+        usual: dict[str, str] = {}
         for name, values in versions.items():
             odd = odd_ones_out(values)
             if odd is not None and host in odd[1]:
                 wrong.append((name, f"{odd[1][host]} instead of {odd[0]}"))
+                usual[name] = odd[0]
         only_other = [name for name, _ in wrong] == ["libfabric"] and distribution_instead(found[host])
         if wrong:
             yield failed(
@@ -188,11 +190,19 @@ def _same(context: Context) -> Iterator[Result]:
                 message="EFA's software is not the same as on the other hosts: "
                 + ", ".join(f"{name} {difference}" for name, difference in wrong),
                 evidence="; ".join(f"{name}: {hosts_by_value(versions[name])}" for name, _ in wrong),
-                fix=USE_INSTALLERS if only_other else f"{_INSTALL}; reboot when the driver changed",
-                commands=() if only_other else get_installer(context.facts[host]),
+                fix=USE_INSTALLERS if only_other else _same_fix(usual),
+                # The version of the other hosts, where it is known: the newest would make a third one.
+                commands=() if only_other else get_installer(context.facts[host], usual.get("installer", "")),
             )
         else:
             yield passed(host, message="the same EFA software as on the other hosts")
+
+
+def _same_fix(usual: Mapping[str, str]) -> str:
+    version = usual.get("installer")
+    what = f"install EFA installer {version} as on the other hosts, or the current one on all" if version else _INSTALL
+    in_image = " (in an image with --skip-kmod)" if version else ""
+    return f"{what}{in_image}; reboot when the driver changed"
 
 
 def _rdma_core(efa: EfaFacts) -> str | None:

@@ -60,6 +60,16 @@ def _escaped(character: str) -> str:
 
 
 @lru_cache(maxsize=4096)
+def tail(text: str, width: int) -> str:
+    """The end of an id that is longer than ``width``: routers begin all of theirs with the same words."""
+    return clean(text if len(text) <= width else ELLIPSIS + text[1 - width :])
+
+
+def model_name(model: str) -> str:
+    """The name of a model; of a folder its last part."""
+    return clean(model.rstrip("/").rsplit("/", 1)[-1] if model.startswith(("/", "~")) else model)
+
+
 def clean(text: str, limit: int = 1024) -> str:
     """A foreign text in one line that can do nothing to a terminal or a layout.
 

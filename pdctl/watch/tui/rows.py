@@ -34,8 +34,9 @@ INSTANCE_COLUMNS = (
     Column("spark", "last 60 s", SPARK_WIDTH, 9),
     Column("error", "last error", 14, 10, grows=True),
 )
+_KEY_WIDTH = 18
 TRANSFER_COLUMNS = (
-    Column("key", "transfer", 16, 0),
+    Column("key", "transfer", _KEY_WIDTH, 0),
     Column("prefill", "prefill", 10, 4),
     Column("p_stage", "its stage", 12, 1),
     Column("decode", "decode", 10, 5),
@@ -228,7 +229,9 @@ def _draw_instance(instance: InstanceView, bars: str) -> Drawn:
         states.engine_cell(instance),
         states.writer_cell(ranks),
     )
-    rate = _total(ranks, lambda rank: rank.bytes_per_s, show.megabytes_per_s)
+    # Only prefill writes; that decode writes nothing is no figure.
+    writes = instance.role != "decode"
+    rate = _total(ranks, lambda rank: rank.bytes_per_s, show.megabytes_per_s) if writes else NOTHING
     flight = _total(ranks, lambda rank: rank.inflight, show.count)
     cells = {
         "name": Cell(show.clean(instance.name), "title"),
@@ -240,7 +243,7 @@ def _draw_instance(instance: InstanceView, bars: str) -> Drawn:
         "flight": flight,
         "oldest": Cell(show.seconds(oldest), "dim" if oldest is None or not live else "plain"),
         "rate": rate,
-        "spark": Cell(bars, "accent" if live else "dim"),
+        "spark": Cell(bars if writes else "", "accent" if live else "dim"),
         "error": Cell(show.clean(error, 256), "bad" if instance.diagnosis else "warn") if error else NOTHING,
     }
     values: dict[str, SortValue] = {
@@ -283,7 +286,8 @@ def _draw_transfer(transfer: TransferView, alert: Alert | None) -> Drawn:
     in_stage = max((record.stage_age_s for record in flying), default=None)
     bytes_written = max(sum(record.bytes for record in prefill), sum(record.bytes for record in decode))
     failed = any(record.outcome in states.FAILED_OUTCOMES for record in records)
-    old = bool(records) and all(record.reading_age_s > states.METRICS_STALE_S for record in records)
+    # What has ended does not change any more, however long ago it was read.
+    old = bool(flying) and all(record.reading_age_s > states.METRICS_STALE_S for record in flying)
     if alert is not None:
         symptom = alert.symptom
         tone = states.SEVERITIES[symptom.severity]
@@ -292,13 +296,13 @@ def _draw_transfer(transfer: TransferView, alert: Alert | None) -> Drawn:
         reason = next((record.reason for record in records if record.reason), "")
         problem = Cell(show.clean(reason, 256), "bad" if failed else "dim") if reason else NOTHING
     if old:
-        age = max(record.reading_age_s for record in records)
+        age = max(record.reading_age_s for record in flying)
         problem = Cell(f"{problem.text} ({show.stale(age)})" if problem != NOTHING else show.stale(age), problem.tone)
     p_stage, d_stage = states.stage_cell(prefill), states.stage_cell(decode)
     in_flight = bool(flying)
     age_s = transfer.age_s if records else None
     cells = {
-        "key": Cell(show.clean(transfer.key), "title" if in_flight else "dim"),
+        "key": Cell(show.tail(transfer.key, _KEY_WIDTH), "title" if in_flight else "dim"),
         "prefill": Cell(show.clean(_names(prefill)) or show.MISSING),
         "p_stage": Cell(p_stage.text, "dim") if old else p_stage,
         "decode": Cell(show.clean(_names(decode)) or show.MISSING),

@@ -87,7 +87,7 @@ def top_lines(frame: Frame | None, status: Status, width: int) -> list[Line]:
         Cell(show.clean(snapshot.mode) if snapshot else ""),
         Cell("read only" if status.read_only else "", "dim"),
         Cell(f"every {status.pace_s:g} s" if status.pace_s else "", "dim"),
-        Cell(show.clean(snapshot.model) if snapshot else ""),
+        Cell(show.model_name(snapshot.model) if snapshot else ""),
         Cell(f"poll took {show.seconds(snapshot.poll_s)}" if snapshot else "", "dim"),
     ]
     second = [

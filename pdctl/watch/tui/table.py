@@ -68,6 +68,8 @@ class RowTable(ScrollView, can_focus=True):
         self.lines_drawn = 0
         self.cursor_row = 0
         self._key: str | None = None
+        # Until a person moves it, the cursor stays at the top, where the worst and the newest are.
+        self._held = False
         self._columns: tuple[Column, ...] = ()
         self._rows: list[Row] = []
         self._on_screen: dict[int, tuple[Cell, ...]] = {}
@@ -95,12 +97,14 @@ class RowTable(ScrollView, can_focus=True):
             self.refresh()
 
     def show_rows(self, rows: Sequence[Row]) -> None:
-        """Show these rows. The cursor stays on the row that it is on, wherever that has moved."""
+        """Show these rows. A cursor that was moved stays on its row, wherever that goes; else it stays at the top."""
         self._rows = list(rows)
         size = Size(1, len(self._rows) + _HEADING)
         if size != self.virtual_size:
             self.virtual_size = size
         place = next((number for number, row in enumerate(self._rows) if row.key == self._key), None)
+        if not self._held:
+            place = 0
         self._put_cursor(place if place is not None else min(self.cursor_row, len(self._rows) - 1))
         height, width = self.size.height, self.size.width
         changed = [y for y in range(_HEADING, height) if self._on_screen.get(y) != self._cells_at(y)]
@@ -149,6 +153,7 @@ class RowTable(ScrollView, can_focus=True):
         place = next((number for number, row in enumerate(self._rows) if row.key == key), None)
         if place is None:
             return False
+        self._held = True
         self._put_cursor(place)
         return True
 
@@ -188,6 +193,7 @@ class RowTable(ScrollView, can_focus=True):
         """Move the cursor by so many rows."""
         before = self.cursor_row
         self._put_cursor(max(0, min(len(self._rows) - 1, before + step)))
+        self._held = self.cursor_row > 0
         if self.cursor_row != before:
             self.post_message(self.Moved())
 

@@ -117,6 +117,23 @@ def test_the_cursor_stays_on_its_row_when_rows_move() -> None:
     use(dashboard(made.frame(2)), what)
 
 
+def test_a_cursor_that_nobody_moved_stays_at_the_top() -> None:
+    """Where the worst and the newest are: transfers that sink must not take the view with them."""
+
+    async def what(app: Dashboard, pilot: Pilot[None]) -> None:
+        first = app.table("transfers").selected()
+        moved = app.shown
+        assert first is not None
+        assert moved is not None
+        snapshot = replace(moved.snapshot, at=2000.0, transfers=moved.snapshot.transfers[::-1])
+        source_of(app).give(Frame(snapshot, moved.alerts))
+        await until(pilot, lambda: app.frames_drawn == 2)
+        assert app.table("transfers").cursor_row == 0
+        assert app.table("transfers").selected() != first
+
+    use(dashboard(made.frame(2)), what)
+
+
 def test_the_filter_narrows_while_it_is_typed_and_escape_takes_it_away() -> None:
     async def what(app: Dashboard, pilot: Pilot[None]) -> None:
         await pilot.press("slash", *"prefill-1")

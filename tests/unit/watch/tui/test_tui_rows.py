@@ -331,3 +331,33 @@ def test_any_snapshot_can_be_shown(snapshot: Snapshot, text: str, severity: Seve
 def test_the_top_bar_is_never_wider_than_the_screen(snapshot: Snapshot, width: int) -> None:
     for line in top_lines(Frame(snapshot), Status(source_error="x" * 300, read_only=True, view="界" * 90), width):
         assert sum(cell_len(cell.text) for cell in line) <= width
+
+
+def test_a_transfer_that_has_ended_is_never_stale() -> None:
+    done = made.transfer(3, "prefill-0", "decode-0")
+    flying = made.transfer(0, "prefill-0", "decode-0")
+    old = [
+        replace(
+            one,
+            prefill=tuple(replace(record, reading_age_s=60.0) for record in one.prefill),
+            decode=tuple(replace(record, reading_age_s=60.0) for record in one.decode),
+        )
+        for one in (done, flying)
+    ]
+    rows = rows_of(Frame(replace(made.frame(1).snapshot, transfers=tuple(old))))["transfers"]
+    assert rows[done.key].cells["problem"].text == "-"
+    assert rows[flying.key].cells["problem"].text == "stale 1m00s"
+
+
+def test_long_ids_of_a_router_are_told_apart_by_their_end() -> None:
+    keys = ["cmpl-___prefill_addr_10.0.0.1:8100___" + end for end in ("aaaa", "bbbb")]
+    transfers = tuple(replace(made.transfer(0, "prefill-0", "decode-0"), key=key) for key in keys)
+    rows = rows_of(Frame(replace(made.frame(1).snapshot, transfers=transfers)))["transfers"]
+    shown = [rows[key].cells["key"].text for key in keys]
+    assert [text[-4:] for text in shown] == ["aaaa", "bbbb"]
+    assert {len(text) for text in shown} == {18}
+
+
+def test_decode_writes_nothing_so_it_has_no_rate() -> None:
+    cells = rows_of(made.frame(1))["decode"]["decode-0"].cells
+    assert (cells["rate"].text, cells["spark"].text) == ("-", "")
