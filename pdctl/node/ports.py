@@ -170,6 +170,9 @@ def outcome(name: str, detail: str = "", connect_ms: float | None = None, mtu: J
     return {"outcome": name, "detail": detail, "connect_ms": connect_ms, "mtu": mtu}
 
 
+RESET = "the connection was taken and then reset: something rejects it on the way"
+
+
 def connect_error(error: OSError, timeout_s: float) -> Json:
     """Name a failure to connect."""
     if isinstance(error, socket.timeout) or error.errno == errno.ETIMEDOUT:
@@ -180,6 +183,9 @@ def connect_error(error: OSError, timeout_s: float) -> Json:
         return outcome(
             "refused", "the connection was refused, though the host listens: something rejects it on the way"
         )
+    if error.errno == errno.ECONNRESET:
+        # It came before this side saw that the connection was there.
+        return outcome("refused", RESET)
     return outcome("unreachable", error.strerror or str(error))
 
 
@@ -226,7 +232,7 @@ def attempt(wanted: Attempt, timeout_s: float) -> Json:
         except socket.timeout:
             return outcome("wrong-peer", "the connection was taken, but the listener of the planned host never saw it")
         except OSError:
-            return outcome("refused", "the connection was taken and then reset: something rejects it on the way")
+            return outcome("refused", RESET)
         if said != (GREETING + wanted.nonce).encode():
             if said.startswith(GREETING.encode()):
                 return outcome("wrong-peer", "another host of this cluster answered at this address")

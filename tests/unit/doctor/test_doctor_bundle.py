@@ -307,7 +307,8 @@ def test_no_original_survives(secret: Originals, random: Random) -> None:
     texts = (random.choice(AROUND).format(random.choice(shown)) for _ in itertools.count())
     text = json.dumps(make_bundle(context_with(secret, texts), users=secret.users))
     assert [one for one in secret.all if re.search(rf"(?<![0-9a-z.]){re.escape(one)}(?![0-9a-z])", text)] == []
-    assert list(read_bundle(text, "b.json").facts) == ["h1", "h2"]
+    # Another letter follows if a name of the run looks like one of ours.
+    assert re.fullmatch("hx*1 hx*2", " ".join(read_bundle(text, "b.json").facts))
 
 
 def answers(context: Context) -> Counter[tuple[str, str, str, tuple[str, ...]]]:

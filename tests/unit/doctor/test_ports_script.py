@@ -126,6 +126,7 @@ class TestConnecting:
     def test_errors_in_words(self) -> None:
         assert ports.connect_error(TimeoutError(), 3)["outcome"] == "timeout"
         assert "3 s" in ports.connect_error(TimeoutError(), 3)["detail"]
+        assert ports.connect_error(ConnectionResetError(104, "Connection reset by peer"), 3)["outcome"] == "refused"
         assert ports.connect_error(OSError(113, "No route to host"), 3)["detail"] == "No route to host"
         assert ports.connect_error(socket.gaierror(-2, "Name or service not known"), 3)["outcome"] == "unreachable"
 
