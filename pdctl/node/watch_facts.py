@@ -763,6 +763,21 @@ def read_rdma(root: str = "/") -> Dict[str, Dict[str, int]]:
     return devices
 
 
+def read_baselines(home: str) -> Dict[str, float]:
+    """Return what `pdctl doctor` last measured from here, in bytes per second by the decode host's name."""
+    folder = os.path.join(os.environ.get("PDCTL_HOME") or os.path.join(home, ".pdctl"), "probe")
+    found: Dict[str, float] = {}
+    for name in list_folder(folder)[:NAMES]:
+        if not (name.startswith("to-") and name.endswith(".json")):
+            continue
+        try:
+            record = json.loads(read_file(os.path.join(folder, name), 8192) or "")
+            found[str(record["decode"])[:256]] = float(record["bandwidth_mb_s"]) * 1e6
+        except (ValueError, KeyError, TypeError, OverflowError):
+            continue
+    return found
+
+
 def list_folder(path: str) -> List[str]:
     """Return the names in a folder, sorted; none if it cannot be read."""
     try:
@@ -778,6 +793,7 @@ class HostWork:
         self._addresses: List[str] = request["addresses"]
         self._board = board
         self._interfaces: List[str] = []
+        self._baselines: Dict[str, float] = {}
 
     def quick(self) -> None:
         """Post load, memory and bytes of the data-plane interfaces."""
@@ -792,11 +808,12 @@ class HostWork:
             "interfaces": self._interfaces,
             "load": float(load[0]) / (os.cpu_count() or 1) if load else None,
             "memory_available_bytes": int(memory.group(1)) * 1024 if memory else None,
+            "baselines": self._baselines,
         }
         self._board.post("host", "", -1, value)
 
     def slow(self) -> None:
-        """Find the interfaces, which may change, and post RDMA counters."""
+        """Find the interfaces and the doctor's baselines, which may change, and post RDMA counters."""
         owners = dict(ipv6_addresses(read_file("/proc/net/if_inet6") or ""))
         owners.update(ipv4_addresses())
         found = []
@@ -811,6 +828,7 @@ class HostWork:
             if name is not None and name not in found:
                 found.append(name)
         self._interfaces = found
+        self._baselines = read_baselines(os.path.expanduser("~"))
         self._board.post("rdma", "", -1, {"at": time.monotonic(), "devices": read_rdma()})
 
 

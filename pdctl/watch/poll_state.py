@@ -330,6 +330,7 @@ class ClusterState:
             else {},
             load=_number(figures.get("load")),
             memory_available_bytes=_whole(figures.get("memory_available_bytes")),
+            baselines=_baselines(figures.get("baselines")),
         )
 
     def _instance_view(self, instance: _Instance, trouble: str, at: float) -> InstanceView:
@@ -449,6 +450,14 @@ def checked(kind: str, value: Any) -> Any:
         ranks, stopped = _mapping(value.get("ranks") or {}), _list(value.get("stopped") or [])
         return {**_mapping(value), "ranks": ranks, "stopped": stopped}
     return _mapping(value) if kind == "host" else value
+
+
+def _baselines(value: Any) -> dict[str, float]:
+    """Those of a host's baselines that are figures."""
+    if not isinstance(value, dict):
+        return {}
+    read = {str(name): _number(figure) for name, figure in value.items()}
+    return {name: figure for name, figure in read.items() if figure is not None and figure > 0}
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

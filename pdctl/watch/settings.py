@@ -35,8 +35,8 @@ class WatchSettings:
             overloaded host was seen to wait for a CPU for seconds.
         lease_margin_s: added to ``lease_s`` before blocks count as held too long: leases are renewed and reaped in
             rounds.
-        fabric_baseline_bytes_per_s: what ``pdctl doctor`` measured between two hosts with one rank; None: bandwidth is
-            not judged.
+        fabric_baseline_bytes_per_s: what to compare with where the prefill host keeps no baseline of ``pdctl doctor``
+            (`HostView.baselines`); None: bandwidth is not judged there.
         slow_fabric_share: below this share of the baseline the fabric is slow. A quarter: traffic of neighbours and
             small blocks cost up to half, a fall-back from RDMA to TCP costs nine tenths.
         slow_fabric_least_bytes: smaller transfers are dominated by latency and say nothing about bandwidth.

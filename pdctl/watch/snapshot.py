@@ -149,6 +149,7 @@ class HostView:
         rdma: per device, rates per second of counters that matter (``rdma_write_bytes``, ``retrans_timeout_events``).
         load: of one minute, per core.
         memory_available_bytes: of the host.
+        baselines: what `pdctl doctor` measured from here with NIXL, in bytes per second by the decode host's name.
     """
 
     name: str
@@ -159,6 +160,7 @@ class HostView:
     rdma: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     load: float | None = None
     memory_available_bytes: int | None = None
+    baselines: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

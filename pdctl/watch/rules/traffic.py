@@ -67,9 +67,6 @@ def _figure(value: int | None) -> str:
 def slow_fabric(evidence: Evidence) -> Iterator[Symptom]:
     """T007: bandwidth of completed WRITEs far below the baseline."""
     settings = evidence.settings
-    baseline = settings.fabric_baseline_bytes_per_s
-    if not baseline:
-        return
     rates: dict[tuple[str, str], list[float]] = defaultdict(list)
     for transfer, prefill, decode in pairs_of(evidence.now.transfers, evidence):
         for record in transfer.prefill:
@@ -77,6 +74,9 @@ def slow_fabric(evidence: Evidence) -> Iterator[Symptom]:
             if record.outcome == "completed" and record.bytes >= settings.slow_fabric_least_bytes and took > 0:
                 rates[prefill, decode].append(record.bytes / took)
     for (prefill, decode), found in rates.items():
+        baseline = _baseline(evidence, prefill, decode)
+        if not baseline:
+            continue
         limit = baseline * settings.slow_fabric_share
         # WRITEs share the fabric: the best of them, and what the rank moves in all, tell more than the usual one.
         together = max((rank.bytes_per_s or 0.0 for rank in _ranks(evidence, prefill)), default=0.0)
@@ -86,10 +86,20 @@ def slow_fabric(evidence: Evidence) -> Iterator[Symptom]:
             f"{prefill}>{decode}",
             f"{prefill} writes to {decode} at {size(max(found))}/s at best ({count(len(found), 'WRITE')} of "
             f"{size(settings.slow_fabric_least_bytes)} and more), below {settings.slow_fabric_share:.0%} of the "
-            f"baseline of {size(baseline)}/s",
+            f"{size(baseline)}/s that pdctl doctor measured",
             "Has NIXL fallen back to TCP, or is the link shared or damaged? Run pdctl doctor --only FAB,XFER",
             instances=tuple(name for name in (prefill, decode) if name),
         )
+
+
+def _baseline(evidence: Evidence, prefill: str, decode: str) -> float | None:
+    """What the doctor measured from the one host to the other; kept on the prefill host by its probe."""
+    writer, reader = evidence.instances.get(prefill), evidence.instances.get(decode)
+    if writer is not None and reader is not None:
+        for host in evidence.now.hosts:
+            if host.name == writer.host and reader.host in host.baselines:
+                return host.baselines[reader.host]
+    return evidence.settings.fabric_baseline_bytes_per_s
 
 
 def _ranks(evidence: Evidence, name: str) -> tuple[RankView, ...]:

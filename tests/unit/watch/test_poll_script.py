@@ -170,6 +170,19 @@ class TestHost:
             "rdmap0": {"rdma_write_bytes": 77},
         }
 
+    def test_the_doctors_baselines(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("PDCTL_HOME", raising=False)
+        folder = tmp_path / ".pdctl" / "probe"
+        assert script.read_baselines(str(tmp_path)) == {}
+        folder.mkdir(parents=True)
+        (folder / "to-d1.json").write_text(json.dumps({"decode": "d1", "bandwidth_mb_s": 1500.5}))
+        (folder / "to-d2.json").write_text("{nonsense")
+        (folder / "to-d3.json").write_text(json.dumps({"decode": "d3", "bandwidth_mb_s": None}))
+        (folder / "from-p1.json").write_text(json.dumps({"decode": "p1", "bandwidth_mb_s": 1.0}))
+        assert script.read_baselines(str(tmp_path)) == {"d1": 1500.5e6}
+        monkeypatch.setenv("PDCTL_HOME", str(tmp_path / "elsewhere"))
+        assert script.read_baselines(str(tmp_path)) == {}
+
 
 class TestProcesses:
     def make(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **state: Any) -> script.Processes:

@@ -246,6 +246,16 @@ def test_the_host() -> None:
     host = watched.host()
     assert (host.sent_bytes_per_s, host.received_bytes_per_s, host.load) == (100.0, 0.0, 0.5)
     assert dict(host.rdma["rdmap0"]) == {"tx_bytes": 1000.0}
+    assert dict(host.baselines) == {}
+
+
+def test_baselines_that_are_no_figures_are_passed_over() -> None:
+    watched = Watched()
+    given = {"d1": 2e9, "d2": "fast", "d3": -1, "d4": None, "d5": True}
+    watched.hear("p1", ["host", "", -1, 0.0, {"load": 0.5, "baselines": given}, ""], at=1.0)
+    assert dict(watched.host().baselines) == {"d1": 2e9}
+    watched.hear("p1", ["host", "", -1, 0.0, {"load": 0.5, "baselines": ["d1"]}, ""], at=2.0)
+    assert dict(watched.host().baselines) == {}
 
 
 JSON = st.recursive(

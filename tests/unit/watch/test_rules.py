@@ -383,6 +383,27 @@ class TestPairs:
         assert codes(snapshot(1, bad)) == []
 
 
+def test_a_pair_is_compared_with_what_the_doctor_measured_between_its_hosts() -> None:
+    stages = {"prefilling": 0.0, "ready": 0.4, "matched": 0.41, "posted": 0.411, "completed": 4.411}
+    slow = [snapshot(tick, [done(f"w-{n}", bytes=64 * 2**20, stages=stages) for n in range(6)]) for tick in range(4)]
+    hosts = {one.name: one.host for one in slow[0].instances}
+
+    def told(baselines: dict[str, float]) -> list[str]:
+        history = [
+            replace(one, hosts=tuple(
+                replace(host, baselines=baselines) if host.name == hosts["prefill-0"] else host for host in one.hosts
+            ))
+            for one in slow
+        ]  # fmt: skip
+        return [symptom.message for symptom in found(*history) if symptom.code == "T007"]
+
+    assert told({}) == []
+    (message,) = told({hosts["decode-0"]: 10e9})
+    assert "that pdctl doctor measured" in message
+    assert told({hosts["decode-0"]: 1e6}) == []
+    assert told({"elsewhere": 10e9}) == []
+
+
 def test_a_single_look_is_enough_when_asked() -> None:
     one = snapshot(0, [stuck(9.0)], [instance("router", healthy=False, health_error="HTTP 500")])
     alerts, events = Watchdog(DEFAULTS.for_one_look()).look(one)
