@@ -57,6 +57,8 @@ def engine_down(evidence: Evidence) -> Iterator[Symptom]:
                 "absent": "it is not started",
             }[str(instance.process)]
             step = f"pdctl logs {instance.name}, then {restart}"
+            if instance.process == "absent":
+                step = "pdctl up starts what does not run"
         elif instance.process == "stopped":
             what = f"its process is stopped by a signal (SIGSTOP) or a debugger{_pid(instance.pid)}"
             step = f"On {instance.host}: kill -CONT {instance.pid or 'PID'}; who stopped it?"
@@ -229,6 +231,7 @@ def _silent(evidence: Evidence, instance: InstanceView, rank: RankView) -> tuple
         "running": f"On {instance.host}: ps -o stat= -p {rank.pid or 'PID'} (T: stopped), then py-spy dump --pid "
         f"{rank.pid or 'PID'}; is the telemetry port closed or taken? pdctl logs {instance.name}",
         "stopped": f"On {instance.host}: kill -CONT {pid or 'PID'}; who stopped it?",
+        "absent": "pdctl up starts what does not run",
     }.get(process or "", f"pdctl logs {instance.name}, then pdctl restart {instance.name}")
     if instance.stopped and process != "stopped":
         state += f"; stopped by a signal: {plain(listed(instance.stopped))}"

@@ -247,6 +247,11 @@ class TestEngines:
         assert symptom.code == "E001"
         assert all(word in symptom.message for word in words)
 
+    def test_what_was_never_started_is_started_by_up(self) -> None:
+        [symptom] = found(snapshot(1, changed=[instance("decode-0", process="absent")]))
+        assert "it is not started" in symptom.message
+        assert symptom.next_step.startswith("pdctl up")
+
     def test_starting_is_a_warning(self) -> None:
         young = instance("decode-0", healthy=None, health_error="refused", ranks=(RankView(0, error="refused"),))
         [symptom] = found(snapshot(1, changed=[young]))
