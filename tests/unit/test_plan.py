@@ -223,7 +223,7 @@ def test_the_text_holds_nothing_that_a_terminal_acts_on() -> None:
 
 def test_json_has_stable_keys() -> None:
     document = planned(BASE).to_json()
-    assert list(document) == ["cluster", "model", "accelerator", "fabric", "mode", "hosts", "instances"]
+    assert list(document) == ["cluster", "model", "accelerator", "fabric", "mode", "connector", "hosts", "instances"]
     assert list(document["instances"][0]) == [
         "name", "role", "index", "host", "address", "url", "ports", "devices", "argv", "env", "launch_script", "digest",
     ]  # fmt: skip
