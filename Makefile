@@ -36,7 +36,8 @@ ifdef ARGS
 	"$(BIN)/python" -m pytest $(ARGS)
 else
 	"$(BIN)/python" -m pytest tests/unit -n 2
-	"$(BIN)/python" -m pytest tests/integration tests/e2e
+	"$(BIN)/python" -m pytest tests/integration -n 2 --dist loadfile
+	"$(BIN)/python" -m pytest tests/e2e
 endif
 
 test-fast:  ## run the unit tests alone (no vLLM needed; seconds)

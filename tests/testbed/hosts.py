@@ -41,13 +41,19 @@ class Testbed:
 
     @classmethod
     def for_tests(cls) -> Testbed:
-        """A test bed of its own; `PDCTL_TEST_BED_*` change its names where two test runs share a machine."""
+        """A test bed of its own, also for each process of pytest-xdist.
+
+        `PDCTL_TEST_BED_*` change its names where two test runs share a machine.
+        """
         setting = os.environ.get
+        # "gw0" is the first; none is the only one.
+        worker = setting("PYTEST_XDIST_WORKER", "")
+        number = int(worker.removeprefix("gw")) + 1 if worker else 0
         return cls(
-            folder=Path(setting("PDCTL_TEST_BED_DIR", "/tmp/pd-testbed-pytest")),
-            bridge=setting("PDCTL_TEST_BED_BRIDGE", "pdtp0"),
-            net=setting("PDCTL_TEST_BED_NET", "10.79.0"),
-            prefix=setting("PDCTL_TEST_BED_PREFIX", "t"),
+            folder=Path(setting("PDCTL_TEST_BED_DIR", "/tmp/pd-testbed-pytest") + (f"-{number}" if number else "")),
+            bridge=setting("PDCTL_TEST_BED_BRIDGE", "pdtp") + str(number),
+            net=f"{setting('PDCTL_TEST_BED_NET', '10.79')}.{number}",
+            prefix=setting("PDCTL_TEST_BED_PREFIX", "t") + (f"{number}x" if number else ""),
         )
 
     def name(self, number: int) -> str:
