@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
+from pdctl.doctor.checks.collected import collect
 from pdctl.doctor.checks.efa_facts import (
     AMAZON,
     USE_INSTALLERS,
@@ -18,7 +19,6 @@ from pdctl.doctor.checks.per_host import (
     all_of,
     each_host,
     hosts_by_value,
-    not_reached,
     odd_ones_out,
     on_fabric,
     with_accelerator,
@@ -156,15 +156,9 @@ def _driver(context: Context, facts: HostFacts, efa: EfaFacts) -> Iterable[Resul
 def _same(context: Context) -> Iterator[Result]:
     if not _EFA(context):
         return
-    found: dict[str, EfaFacts] = {}
-    for host in context.vllm_hosts:
-        facts = context.facts.get(host)
-        if facts is None:
-            yield not_reached(host)
-        elif facts.efa is None:
-            yield skipped(host, message=f"not checked: {facts.why_missing('efa')}")
-        else:
-            found[host] = facts.efa
+    collected = collect(context, context.vllm_hosts, "efa", lambda facts: facts.efa)
+    yield from collected.skipped
+    found = collected.found
     versions = {
         "driver": {host: efa.driver_version for host, efa in found.items() if efa.driver_version},
         "libfabric": {host: efa.libfabric_version for host, efa in found.items() if efa.libfabric_version},

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from pdctl.doctor.checks import host_clocks, host_disks, host_memory
+from pdctl.doctor.checks.collected import collect
 from pdctl.doctor.checks.instance_facts import ranks_of
 from pdctl.doctor.checks.per_host import (
     RDMA_FABRICS,
     all_hosts,
     each_host,
     hosts_by_value,
-    not_reached,
     odd_ones_out,
     on_fabric,
     with_accelerator,
@@ -118,15 +118,9 @@ def _ptrace(context: Context, facts: HostFacts, kernel: KernelSettings) -> Itera
 
 
 def _alike(context: Context) -> Iterator[Result]:
-    systems: dict[str, SystemFacts] = {}
-    for host in context.vllm_hosts:
-        facts = context.facts.get(host)
-        if facts is None:
-            yield not_reached(host)
-        elif facts.system is None:
-            yield skipped(host, message=f"not checked: {facts.why_missing('system')}")
-        else:
-            systems[host] = facts.system
+    collected = collect(context, context.vllm_hosts, "system", lambda facts: facts.system)
+    yield from collected.skipped
+    systems = collected.found
     machines = {host: system.machine for host, system in systems.items()}
     software = {host: (system.os, system.kernel) for host, system in systems.items()}
     odd_machines = odd_ones_out(machines)

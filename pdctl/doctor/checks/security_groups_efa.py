@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,7 +10,7 @@ from pdctl.doctor.checks.ec2_view import Ec2View, on_efa, pairs_apart
 from pdctl.doctor.checks.wording import listing, plural
 from pdctl.doctor.context import Context
 from pdctl.doctor.ec2_shapes import Interface
-from pdctl.doctor.findings import Check, Result, Severity, failed, passed, skipped
+from pdctl.doctor.findings import Check, CheckFunction, Result, Severity, failed, passed, skipped
 from pdctl.doctor.security_group_rules import EfaAnswer, Evaluator, MissingRule
 
 SOURCES = (
@@ -118,35 +118,43 @@ def _unreadable(view: Ec2View, groups: Iterable[str]) -> str:
     return f"security group {listing(groups)} could not be read: {refused}"
 
 
-def _passes(context: Context) -> Iterator[Result]:
-    if not on_efa(context):
-        return
-    view = Ec2View(context)
-    if context.aws is None:
-        yield skipped(message=view.why_not())
-        return
-    efa = _Efa(view)
-    for prefill, decode in pairs_apart(context):
-        reason = efa.why_not(prefill) or efa.why_not(decode)
-        if reason:
-            yield skipped(prefill, decode, message=f"not checked: {reason}")
-            continue
-        pair = efa.pair(prefill, decode)
-        if pair.blocked:
-            yield _blocked(efa, prefill, decode, pair)
-        elif pair.unreadable:
-            yield skipped(prefill, decode, message=_unreadable(view, pair.unreadable))
-        else:
-            lacking = dict.fromkeys(group for answer in pair.answers for group in answer.without_self_rules)
-            yield passed(
-                prefill,
-                decode,
-                message="EFA traffic passes between all EFA interfaces",
-                evidence=f"{listing(lacking)} has no such rules itself: fine here, but HyperPod's own health check "
-                "wants them in every group"
-                if lacking
-                else "",
-            )
+def _each_pair(judge: Callable[[_Efa, str, str, _Pair], Iterable[Result]]) -> CheckFunction:
+    """A check's function out of a judgement of one pair of hosts; a pair that EC2 tells nothing of is skipped."""
+
+    def run(context: Context) -> Iterator[Result]:
+        if not on_efa(context):
+            return
+        view = Ec2View(context)
+        if context.aws is None:
+            yield skipped(message=view.why_not())
+            return
+        efa = _Efa(view)
+        for prefill, decode in pairs_apart(context):
+            reason = efa.why_not(prefill) or efa.why_not(decode)
+            if reason:
+                yield skipped(prefill, decode, message=f"not checked: {reason}")
+            else:
+                yield from judge(efa, prefill, decode, efa.pair(prefill, decode))
+
+    return run
+
+
+def _passes(efa: _Efa, prefill: str, decode: str, pair: _Pair) -> Iterator[Result]:
+    if pair.blocked:
+        yield _blocked(efa, prefill, decode, pair)
+    elif pair.unreadable:
+        yield skipped(prefill, decode, message=_unreadable(efa.view, pair.unreadable))
+    else:
+        lacking = dict.fromkeys(group for answer in pair.answers for group in answer.without_self_rules)
+        yield passed(
+            prefill,
+            decode,
+            message="EFA traffic passes between all EFA interfaces",
+            evidence=f"{listing(lacking)} has no such rules itself: fine here, but HyperPod's own health check "
+            "wants them in every group"
+            if lacking
+            else "",
+        )
 
 
 def _blocked(efa: _Efa, prefill: str, decode: str, pair: _Pair) -> Result:
@@ -171,37 +179,24 @@ def _share(pair: _Pair) -> bool:
     return all(rule.rule.group == rule.rule.peer_group for rule in pair.missing)
 
 
-def _documented(context: Context) -> Iterator[Result]:
-    if not on_efa(context):
-        return
-    view = Ec2View(context)
-    if context.aws is None:
-        yield skipped(message=view.why_not())
-        return
-    efa = _Efa(view)
-    for prefill, decode in pairs_apart(context):
-        reason = efa.why_not(prefill) or efa.why_not(decode)
-        if reason:
-            yield skipped(prefill, decode, message=f"not checked: {reason}")
-            continue
-        pair = efa.pair(prefill, decode)
-        if pair.blocked:
-            continue  # SG001 says what there is to say
-        if pair.unreadable:
-            yield skipped(prefill, decode, message=_unreadable(view, pair.unreadable))
-        elif pair.documented:
-            yield passed(prefill, decode, message="one group lets all traffic to and from itself through")
-        else:
-            yield failed(
-                prefill,
-                decode,
-                message="the rules for EFA are spread over several groups: it should pass, but AWS documents one group "
-                "that lets all traffic to and from itself through",
-                evidence="; ".join(str(rule) for rule in pair.missing) or "no group is common to both sides",
-                fix="put all EFA interfaces into one group with an inbound and an outbound rule for all traffic that "
-                "name the group itself; or trust the real WRITE of the area XFER",
-                commands=tuple(view.commands.authorize(rule.rule) for rule in pair.missing),
-            )
+def _documented(efa: _Efa, prefill: str, decode: str, pair: _Pair) -> Iterator[Result]:
+    if pair.blocked:
+        return  # SG001 says what there is to say
+    if pair.unreadable:
+        yield skipped(prefill, decode, message=_unreadable(efa.view, pair.unreadable))
+    elif pair.documented:
+        yield passed(prefill, decode, message="one group lets all traffic to and from itself through")
+    else:
+        yield failed(
+            prefill,
+            decode,
+            message="the rules for EFA are spread over several groups: it should pass, but AWS documents one group "
+            "that lets all traffic to and from itself through",
+            evidence="; ".join(str(rule) for rule in pair.missing) or "no group is common to both sides",
+            fix="put all EFA interfaces into one group with an inbound and an outbound rule for all traffic that "
+            "name the group itself; or trust the real WRITE of the area XFER",
+            commands=tuple(efa.view.commands.authorize(rule.rule) for rule in pair.missing),
+        )
 
 
 def _right_groups(context: Context) -> Iterator[Result]:
@@ -259,7 +254,7 @@ CHECKS: tuple[Check, ...] = (
         fix="One group for all EFA interfaces, with two rules of type All traffic whose source and destination are the "
         "group itself; `pdctl doctor --fix-commands` prints them. An outbound rule for 0.0.0.0/0 may stay. In CDK, "
         "`allowAllOutbound: true` drops explicit outbound rules.",
-        run=_passes,
+        run=_each_pair(_passes),
         sources=(*SOURCES, "https://github.com/aws/aws-parallelcluster/issues/3590"),
         blocking=True,
     ),
@@ -272,7 +267,7 @@ CHECKS: tuple[Check, ...] = (
         why="Cross references work as group references do, but AWS documents and supports the one form alone, and "
         "whoever tidies up one of the groups breaks the cluster.",
         fix="Put all EFA interfaces into one group that lets all traffic to and from itself through.",
-        run=_documented,
+        run=_each_pair(_documented),
         sources=SOURCES,
     ),
     Check(
