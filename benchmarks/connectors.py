@@ -331,7 +331,6 @@ def main() -> int:
     parser.add_argument("--modes", default="pdctl,upstream,pull", help="the first is compared with the others")
     parser.add_argument("--model", type=Path, default=ROOT / ".demo" / "model")
     parser.add_argument("--out", type=Path, help="write all samples there")
-    parser.add_argument("--wait-file", type=Path, help="begin when this file exists")
     options = parser.parse_args()
     modes = options.modes.split(",")
     Path("/proc/sys/kernel/sched_autogroup_enabled").write_text("0")
@@ -350,8 +349,6 @@ def main() -> int:
             if number == 0:
                 calibrate(pair)
             pair.signal(signal.SIGSTOP)
-        while options.wait_file and not options.wait_file.exists():
-            time.sleep(1)
         end = time.monotonic() + 60 * options.minutes
         orders = list(itertools.permutations(pairs))
         for number in range(options.rounds):

@@ -132,11 +132,8 @@ def main() -> None:
     bed = Testbed.for_tests()
     try:
         bed.up(options.hosts)
-        startup = Path.home() / ".bashrc"
-        if startup.exists() and not options.shell_startup:
-            for name in bed.names(options.hosts):
-                # In the host's own mount namespace.
-                bed.call("exec", name, "mount", "--bind", "/dev/null", str(startup))
+        if not options.shell_startup:
+            bed.hide_shell_startup(options.hosts)
         print(
             f"{options.hosts} hosts, {options.runs} runs, {os.cpu_count()} CPUs, Python {platform.python_version()}, "
             f"load {os.getloadavg()[0]:.1f}, interpreter {options.python}, "

@@ -10,35 +10,18 @@ reads an empty ~/.bashrc on the hosts, unless --shell-startup is given: what it 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "connector")]
 
 from tests.testbed.hosts import Testbed  # noqa: E402  # found by the line above
-
-
-@contextlib.contextmanager
-def empty_bashrc(wanted: bool) -> Iterator[None]:
-    """Hide root's ~/.bashrc for a while."""
-    file = Path.home() / ".bashrc"
-    hidden = file.with_name(".bashrc.pdctl-benchmark")
-    hide = wanted and file.exists()
-    if hide:
-        file.rename(hidden)
-    try:
-        yield
-    finally:
-        if hide:
-            hidden.rename(file)
 
 
 def main() -> int:
@@ -52,7 +35,7 @@ def main() -> int:
     model = ROOT / ".demo" / "model"
     for count in options.hosts:
         testbed = Testbed(Path("/tmp/pd-testbed-bench"), bridge="pdtq0", net="10.85.0", prefix="q")
-        with tempfile.TemporaryDirectory() as folder, empty_bashrc(not options.shell_startup):
+        with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "cluster.yaml"
             entries = [f"{{name: {testbed.name(n)}, address: {testbed.address(n)}}}" for n in range(1, count + 1)]
             half = count // 2
@@ -70,6 +53,8 @@ def main() -> int:
             }
             testbed.up(count)
             try:
+                if not options.shell_startup:
+                    testbed.hide_shell_startup(count)
                 took = []
                 for _ in range(options.runs + 1):
                     begin = time.monotonic()

@@ -64,11 +64,8 @@ def main() -> int:
 
         testbed.up(options.hosts)
         try:
-            startup = Path.home() / ".bashrc"
-            if startup.exists() and not options.shell_startup:
-                for name in testbed.names(options.hosts):
-                    # In the host's own mount namespace.
-                    testbed.call("exec", name, "mount", "--bind", "/dev/null", str(startup))
+            if not options.shell_startup:
+                testbed.hide_shell_startup(options.hosts)
             code, seconds = pdctl("up", "--keep", "--no-prove", "--json")
             print(f"pdctl up of {options.hosts} stand-ins: exit code {code}, {seconds:.2f} s")
             times = []

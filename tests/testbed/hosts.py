@@ -87,6 +87,13 @@ class Testbed:
         """Make hosts, or boot those that are off."""
         self.call("up", str(count), timeout_s=120 + 2 * count)
 
+    def hide_shell_startup(self, count: int) -> None:
+        """Give bash an empty ~/.bashrc on the first hosts, in the mount namespace of each; the file itself stays."""
+        startup = Path.home() / ".bashrc"
+        if startup.exists():
+            for name in self.names(count):
+                self.call("exec", name, "mount", "--bind", "/dev/null", str(startup))
+
     def down(self) -> None:
         """End and remove everything."""
         self.call("down", timeout_s=300)
