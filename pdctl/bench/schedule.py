@@ -37,12 +37,12 @@ def turns(modes: Sequence[Mode], rounds: int) -> list[Turn]:
     return order
 
 
-def seed_of(seed: int, round_number: int, cell: Cell, *, warmup: bool = False) -> int:
+def seed_of(seed: int, round_number: int, cell: Cell) -> int:
     """Seed of the prompts of a cell in a round: the same for every mode, and another one for each cell and round.
 
     So no prompt comes twice in a mode, whether its cluster was launched anew in between or not.
     """
-    words = f"{seed}/{round_number}/{cell}/{warmup}"
+    words = f"{seed}/{round_number}/{cell}"
     return int.from_bytes(hashlib.sha256(words.encode()).digest()[:4], "big") >> 1
 
 

@@ -33,13 +33,23 @@ class Watch(Protocol):
 class Generator(Protocol):
     """Makes the load."""
 
-    def load(self, cell: Cell, *, requests: int, seed: int, keep: int, on_sample: Callable[[Sample], None]) -> float:
+    def load(
+        self,
+        cell: Cell,
+        *,
+        requests: int,
+        seed: int,
+        measured: bool,
+        keep: int,
+        on_sample: Callable[[Sample], None],
+    ) -> float:
         """Send requests until all are answered. Returns the seconds it took.
 
         Args:
             cell: what each is like, and how many at once or how often.
             requests: how many.
-            seed: of the prompts.
+            seed: of the prompts and gaps.
+            measured: False for the warm-up, whose prompts are others with the same shared prefix.
             keep: how many prompts and answers to keep for :meth:`answers`, spread over all.
             on_sample: called for each request when it ends.
 
@@ -176,10 +186,10 @@ class Session:
     def _cell(self, turn: Turn, cell: Cell, cluster: Cluster, generator: Generator) -> None:
         settings = self._settings
         requests = requests_per_round(settings)
+        seed = seed_of(settings.seed, turn.round, cell)
         if settings.warmup:
             self._progress.detail("warm-up")
-            seed = seed_of(settings.seed, turn.round, cell, warmup=True)
-            generator.load(cell, requests=settings.warmup, seed=seed, keep=0, on_sample=_forget)
+            generator.load(cell, requests=settings.warmup, seed=seed, measured=False, keep=0, on_sample=_forget)
         samples: list[Sample] = []
 
         def on_sample(sample: Sample) -> None:
@@ -191,9 +201,10 @@ class Session:
         watch = cluster.watch()
         watch.begin()
         begin = self._clock()
-        seed = seed_of(settings.seed, turn.round, cell)
         try:
-            took = generator.load(cell, requests=requests, seed=seed, keep=settings.answers, on_sample=on_sample)
+            took = generator.load(
+                cell, requests=requests, seed=seed, measured=True, keep=settings.answers, on_sample=on_sample
+            )
         except (KeyboardInterrupt, PdctlError) as error:
             reason = "interrupted" if isinstance(error, KeyboardInterrupt) else error.message.partition("\n")[0]
             if samples:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
+import select
 import signal
 import sys
+from collections.abc import Iterator
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn, TextIO
 
 import click
 
@@ -20,6 +23,7 @@ _COMMANDS = {
     "up": "Launch prefill, decode and router; wait, warm up, prove one request.",
     "status": "One look at every instance.",
     "watch": "Watch transfers live; name what stalls, and why.",
+    "bench": "Measure TTFT and TPOT of push against pull, and where the time goes.",
     "capture": "Keep the evidence of a stall in an archive.",
     "logs": "Show an instance's log.",
     "restart": "Restart single instances while the rest goes on.",
@@ -28,6 +32,52 @@ _COMMANDS = {
 }
 
 INTERRUPTED = 130
+READER_GONE = 128 + signal.SIGPIPE
+"""What a shell reports of a program that SIGPIPE ended: of `pdctl doctor | head -1` nobody has seen the verdict."""
+
+
+class _ReaderGone(Exception):
+    """Nobody reads our output any more."""
+
+
+def _reader_is_gone() -> bool:
+    """Whether it was our output that broke: other broken pipes (a connection, a hook's input) are no reader's doing."""
+    poll = select.poll()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            poll.register(stream.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+@contextlib.contextmanager
+def _noticing_a_gone_reader() -> Iterator[None]:
+    """Take a broken pipe of our output before click does, which makes exit code 1 of it: findings, here."""
+    try:
+        yield
+    except BrokenPipeError as error:
+        if _reader_is_gone():
+            raise _ReaderGone from error
+        raise RuntimeError("a pipe or connection of pdctl's own broke, and nobody expected it") from error
+
+
+def _flush() -> None:
+    """Write what is buffered, here rather than at the interpreter's exit, where a broken pipe makes noise."""
+    if sys.stderr is not None and not sys.stderr.closed:
+        try:
+            sys.stderr.flush()
+        except BrokenPipeError:
+            # Progress that nobody looks at changes nothing about the outcome.
+            _write_nowhere(sys.stderr)
+    if sys.stdout is not None and not sys.stdout.closed:
+        sys.stdout.flush()
+
+
+def _write_nowhere(*streams: TextIO) -> None:
+    """Let what is still buffered go to /dev/null when Python flushes at its exit."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in streams:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            os.dup2(nowhere, stream.fileno())
 
 
 class _LateGroup(click.Group):
@@ -56,6 +106,17 @@ class _LateGroup(click.Group):
             raise click.UsageError(f"no command {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""), ctx)
         return super().resolve_command(ctx, args)
 
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        # Prints the help.
+        with _noticing_a_gone_reader():
+            return super().make_context(info_name, args, parent, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _noticing_a_gone_reader():
+            return super().invoke(ctx)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         del ctx
         with formatter.section("Commands"):
@@ -75,6 +136,7 @@ def cli() -> None:
         pdctl up                         launch it and prove that KV travels
         pdctl status                     look at it
         pdctl watch                      watch it, and see what stalls and why
+        pdctl bench run                  measure how fast it answers
         pdctl down                       end it
 
     Exit codes: 0 fine, 1 errors, unhealthy or failed, 2 usage or bad cluster file, 3 a host could not be reached,
@@ -100,6 +162,18 @@ def main() -> None:
     # A supervisor's SIGTERM deserves the same clean-up as Ctrl-C.
     signal.signal(signal.SIGTERM, _interrupt)
     try:
+        try:
+            code = _run()
+        finally:
+            _flush()
+    except (_ReaderGone, BrokenPipeError):
+        _write_nowhere(sys.stdout, sys.stderr)
+        code = READER_GONE
+    sys.exit(code)
+
+
+def _run() -> int:
+    try:
         code = cli.main(prog_name="pdctl", standalone_mode=False)
     except click.exceptions.Abort:
         click.echo("interrupted", err=True)
@@ -113,11 +187,7 @@ def main() -> None:
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
         code = INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output is gone (`pdctl logs | head`): end quietly, also when Python flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
-    sys.exit(code if isinstance(code, int) else 0)
+    return code if isinstance(code, int) else 0
 
 
 if __name__ == "__main__":

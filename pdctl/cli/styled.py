@@ -22,7 +22,8 @@ _STYLES: dict[str, dict[str, Any]] = {
     "dim": {"dim": True},
     "command": {"fg": "cyan"},
 }
-_USUAL_WIDTH = 80
+USUAL_WIDTH = 80
+"""Columns where there is no terminal."""
 _WIDEST = 120
 """Longer lines of text are hard to read."""
 
@@ -31,8 +32,8 @@ def output_width(*, err: bool = False) -> int:
     """Columns to wrap at: the terminal's, or 80 where there is none."""
     stream = sys.stderr if err else sys.stdout
     if not stream.isatty():
-        return _USUAL_WIDTH
-    return min(shutil.get_terminal_size((_USUAL_WIDTH, 24)).columns, _WIDEST)
+        return USUAL_WIDTH
+    return min(shutil.get_terminal_size((USUAL_WIDTH, 24)).columns, _WIDEST)
 
 
 def output_glyphs(*, err: bool = False) -> Glyphs:
