@@ -23,6 +23,7 @@ Messages to a host, each answered by one event (besides `stage` events, and `fai
     {"do": "batch"}                                   (writer)      batch: bytes, blocks, seconds, rounds, counters
     {"do": "notify"}                                        (writer)      notified: p50_us
     {"do": "store", "record": {...}}                                      stored
+    {"do": "point"}, {"do": "verify-point"}                               see `probe_sweep`
     {"do": "end"}                                                         ended: exit code, log, UCX's lanes
 
 What is written is laid out as vLLM does it: for each layer a region of blocks, one descriptor per layer and block. The
@@ -165,6 +166,7 @@ class Probe:
         self._deadline = self._ends_at
         self._agent: Any = None
         self._peer = ""
+        self._peer_ready: dict[str, Any] = {}
         self._memory: host.Memory | None = None
         self._registered: Any = None
         self._lists: list[Any] = []
@@ -226,7 +228,16 @@ class Probe:
                 "blocks": self._layout.stride,
             }
         )
-        do = {
+        do = self._commands()
+        while True:
+            message = self._next_message()
+            if message["do"] == "end":
+                return
+            do[message["do"]](message)
+
+    def _commands(self) -> dict[str, Callable[[dict[str, Any]], None]]:
+        """What may be asked for once memory is registered."""
+        return {
             "connect": self._connect,
             "latency": self._write_blocks,
             "batch": self._write_batch,
@@ -234,11 +245,6 @@ class Probe:
             "verify": self._verify,
             "store": self._store,
         }
-        while True:
-            message = self._next_message()
-            if message["do"] == "end":
-                return
-            do[message["do"]](message)
 
     def _next_message(self) -> dict[str, Any]:
         """Wait for a message. A target that is connected drives NIXL meanwhile, for over TCP nobody else does."""
@@ -321,8 +327,9 @@ class Probe:
             self._peer = name.decode() if isinstance(name, bytes) else str(name)
             self._blocks = min(self._layout.stride, peer["blocks"])
             self._theirs = Layout(self._layout.layers, self._layout.piece_bytes, peer["blocks"])
+            self._peer_ready = peer
             if self.request.role == "writer":
-                self._prepare(peer)
+                self._lists += self._prepare(self._layout, self._theirs)
                 if self._round_trip("hello") is None:
                     limit_s = self.request.limits["handshake"]
                     raise Failure("handshake", evidence.silence(self.request.peer, self.request.backends, limit_s))
@@ -330,20 +337,23 @@ class Probe:
                 {"event": "connected", "took_s": time.monotonic() - started, "libraries": evidence.loaded_libraries()}
             )
 
-    def _prepare(self, peer: dict[str, Any]) -> None:
+    def _prepare(self, mine: Layout, theirs: Layout) -> list[Any]:
+        """Lists of all descriptors of a layout, of this side's memory and of the other's."""
         import numpy as np
 
-        memory = self._memory_or_fail()
+        memory, peer = self._memory_or_fail(), self._peer_ready
         kinds = {"cuda": "VRAM", "host": "DRAM"}
+        lists = []
         for name, layout, address, kind in (
-            ("", self._layout, memory.address, memory.nixl_kind),
-            (self._peer, self._theirs, peer["address"], kinds[peer["memory"]]),
+            ("", mine, memory.address, memory.nixl_kind),
+            (self._peer, theirs, peer["address"], kinds[peer["memory"]]),
         ):
             pieces = np.arange(layout.layers * layout.stride, dtype=np.uint64)
             rows = np.zeros((len(pieces), 3), dtype=np.uint64)
             rows[:, 0] = pieces * np.uint64(layout.piece_bytes) + np.array([address], dtype=np.uint64)
             rows[:, 1] = layout.piece_bytes
-            self._lists.append(self._agent.prep_xfer_dlist(name, self._agent.get_xfer_descs(rows, kind)))
+            lists.append(self._agent.prep_xfer_dlist(name, self._agent.get_xfer_descs(rows, kind)))
+        return lists
 
     def _pump(self) -> bool:
         """Take notifications, and answer those that want it. Whether there were any."""
@@ -381,10 +391,12 @@ class Probe:
 
     # --- WRITEs -------------------------------------------------------------------------------------------------------
 
-    def _write(self, local: list[int], remote: list[int], notification: str, what: str) -> float:
-        """Make one WRITE and see it complete; its seconds."""
+    def _write(
+        self, local: list[int], remote: list[int], notification: str, what: str, lists: list[Any] | None = None
+    ) -> float:
+        """Make one WRITE, of descriptors in `lists` or in those of the layout, and see it complete; its seconds."""
         agent = self._agent
-        mine, theirs = self._lists
+        mine, theirs = lists or self._lists
         handle = agent.make_prepped_xfer("WRITE", mine, local, theirs, remote, notification.encode())
         self._handles.append(handle)
         started = time.perf_counter()
@@ -459,14 +471,17 @@ class Probe:
 
     # --- the target ---------------------------------------------------------------------------------------------------
 
+    def _await_notifications(self, phase: str, wanted: int) -> None:
+        seen = self._seen.setdefault(phase, set())
+        with self.step("notify"):
+            while len(seen) < wanted:
+                if self._late:
+                    raise Failure("notify", f"only {len(seen)} of {wanted} notifications of complete WRITEs arrived")
+                self._pump()
+
     def _verify(self, message: dict[str, Any]) -> None:
         phase, wanted = message["phase"], message["notifications"]
-        with self.step("notify"):
-            while len(self._seen[phase]) < wanted:
-                if self._late:
-                    count = len(self._seen[phase])
-                    raise Failure("notify", f"only {count} of {wanted} notifications of complete WRITEs arrived")
-                self._pump()
+        self._await_notifications(phase, wanted)
         after = evidence.read_counters()
         with self.step("verify"):
             memory = self._memory_or_fail()
@@ -523,8 +538,15 @@ def _quietly(function: Callable[[Any], Any], argument: Any) -> None:
         sys.stderr.write(f"probe: while cleaning up: {host.describe(error)}\n")
 
 
-def child(stream: BinaryIO) -> NoReturn:
-    """One side of the probe, in the process that loads NIXL."""
+def child(
+    stream: BinaryIO, make: Callable[[Request, Lines, Callable[[dict[str, Any]], None]], Probe] = Probe
+) -> NoReturn:
+    """One side of the probe, in the process that loads NIXL.
+
+    Args:
+        stream: messages of the operator.
+        make: a kind of probe that can do more.
+    """
     message = json.loads(stream.readline())
     host.die_with(message["supervisor"])
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -538,7 +560,7 @@ def child(stream: BinaryIO) -> NoReturn:
         messages.flush()
 
     host.raise_memory_lock()
-    probe = Probe(Request.read(message), Lines(stream), say)
+    probe = make(Request.read(message), Lines(stream), say)
     code = 0
     try:
         probe.run()

@@ -68,12 +68,12 @@ class Memory:
             return self._bytes[offset : offset + size].view(np.uint64)
         return np.asarray(self._tensor[offset : offset + size].cpu().numpy()).view(np.uint64)
 
-    def fill(self) -> None:
-        """Put `FILL` everywhere."""
+    def fill(self, size: int | None = None) -> None:
+        """Put `FILL` everywhere, or into the first bytes alone."""
         if self._torch is None:
-            self._bytes[:] = FILL & 0xFF
+            self._bytes[:size] = FILL & 0xFF
         else:
-            self._tensor.fill_(FILL & 0xFF)
+            self._tensor[:size].fill_(FILL & 0xFF)
             self._torch.cuda.synchronize()
 
 

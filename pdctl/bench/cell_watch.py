@@ -119,8 +119,19 @@ class CellWatch:
         self._before: _Look | None = None
 
     def begin(self) -> None:
-        """Look just before the first request of the cell that counts. Raises nothing."""
-        self._before = self._look()
+        """Look just before the first request of the cell that counts. Raises nothing.
+
+        What the warm-up's last requests did is counted a moment after their answers, so it looks until nothing changes
+        any more, for :data:`SETTLE_S` at most.
+        """
+        until = self._clock() + SETTLE_S
+        look = self._look()
+        while self._clock() + AGAIN_S <= until:
+            self._sleep(AGAIN_S)
+            before, look = look, self._look()
+            if (before.metrics, before.ranks) == (look.metrics, look.ranks):
+                break
+        self._before = look
 
     def end(self, samples: Sequence[Sample]) -> CellFacts:
         """Look after the last answer, again for :data:`SETTLE_S` until the counts fit. Raises nothing.

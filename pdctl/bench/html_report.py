@@ -18,7 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from pdctl.bench import plots
-from pdctl.bench.results import MODE_WORDS, MODES, STAGES, Cell, Results
+from pdctl.bench.results import MODE_WORDS, MODES, STAGES, Cell, Results, Transfers
 from pdctl.bench.statistics import Percentiles, Ratio, is_thin
 from pdctl.bench.summary import NO_DIFFERENCE, CellSummary, Comparison, ModeSummary, Summary
 from pdctl.errors import PdctlError
@@ -52,28 +52,40 @@ class Plot:
 
 
 @dataclass(frozen=True)
+class RatioTable:
+    """Comparisons side by side.
+
+    Attributes:
+        pairs: heads of the columns: the modes compared.
+        rows: name of the row and, by pair, the comparison; None if there is none.
+    """
+
+    pairs: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[Comparison | None, ...]], ...]
+
+
+@dataclass(frozen=True)
 class Finding:
     """What came out of comparing the modes in the median of one figure.
 
     Attributes:
         figure: in words.
         sentences: one per pair of modes, over all loads.
-        pairs: heads of the columns of the table.
-        rows: per load its name and, by pair, the comparison.
+        table: one row per load.
     """
 
     figure: str
     sentences: tuple[str, ...]
-    pairs: tuple[str, ...]
-    rows: tuple[tuple[str, tuple[Comparison | None, ...]], ...]
+    table: RatioTable
 
 
 def html_report(results: Results, summary: Summary) -> str:
     """The page. The same results and summary give the same page.
 
     Args:
-        results: as measured.
-        summary: what :func:`pdctl.bench.summary.summarise` made of them.
+        results: as measured; of two files, the candidate, whose settings and hosts are shown. Distributions are drawn
+            of columns that are a mode of these results, so there are none of two files.
+        summary: what :func:`pdctl.bench.summary.summarise` or :func:`pdctl.bench.two_files.summarise_two` made of them.
 
     Raises:
         PdctlError: the template is not installed, or matplotlib cannot be used.
@@ -125,25 +137,46 @@ class _Colours:
 
 def _findings(summary: Summary) -> Iterator[Finding]:
     for figure in _HEADLINE:
-        found: dict[tuple[str, str], dict[int, Comparison]] = {}
-        for index, cell in enumerate(summary.cells):
+        found: dict[tuple[str, str], list[tuple[Comparison, Cell]]] = {}
+        for cell in summary.cells:
             for one in _medians(cell, figure):
-                found.setdefault((one.mode, one.against), {})[index] = one
-        if any(one.ratio for pair in found.values() for one in pair.values()):
-            yield Finding(
-                figure=_FIGURE_WORDS[figure],
-                sentences=tuple(
-                    _overall(list(pair.values()))
-                    if len(pair) > 1
-                    else _sentence(next(iter(pair.values())), summary.cells[next(iter(pair))].cell)
-                    for pair in found.values()
-                ),
-                pairs=tuple(f"{mode} / {against}" for mode, against in found),
-                rows=tuple(
-                    (cell.cell.name, tuple(pair.get(index) for pair in found.values()))
-                    for index, cell in enumerate(summary.cells)
-                ),
-            )
+                found.setdefault((one.mode, one.against), []).append((one, cell.cell))
+        if not any(one.ratio for pair in found.values() for one, _ in pair):
+            continue
+        yield Finding(
+            figure=_FIGURE_WORDS[figure],
+            sentences=tuple(
+                _overall([one for one, _ in pair]) if len(pair) > 1 else _sentence(*pair[0]) for pair in found.values()
+            ),
+            table=_ratio_table([(cell.cell.name, _medians(cell, figure)) for cell in summary.cells]),
+        )
+
+
+def _ratio_table(rows: Sequence[tuple[str, Sequence[Comparison]]]) -> RatioTable:
+    pairs = dict.fromkeys((one.mode, one.against) for _, row in rows for one in row)
+    return RatioTable(
+        pairs=tuple(f"{mode} / {against}" for mode, against in pairs),
+        rows=tuple(
+            (name, tuple(next((one for one in row if (one.mode, one.against) == pair), None) for pair in pairs))
+            for name, row in rows
+        ),
+    )
+
+
+def _comparison_rows(cell: CellSummary) -> list[tuple[str, list[Comparison]]]:
+    """By figure and statistic, all pairs; with a star where so few requests say little about a percentile."""
+    found: dict[tuple[str, str], list[Comparison]] = {}
+    for one in cell.comparisons:
+        found.setdefault((one.figure, one.statistic), []).append(one)
+    return [
+        (
+            _FIGURE_WORDS.get(figure, figure)
+            + ("" if statistic == "mean" else f" {statistic}")
+            + ("*" if any(one.thin for one in row) else ""),
+            row,
+        )
+        for (figure, statistic), row in found.items()
+    ]
 
 
 def _medians(cell: CellSummary, figure: str) -> list[Comparison]:
@@ -312,6 +345,7 @@ def _cell(results: Results, one: CellSummary, index: int, colours: _Colours, *, 
         "heading": _cell_heading(one.cell),
         "name": one.cell.name,
         "summary": one,
+        "comparisons": _ratio_table(_comparison_rows(one)),
         "plots": [*_cdf(results, one, index, colours), *_stage_plot(one, index)],
         "stages": _stage_rows(one),
         "stage_notes": [(mode.label, note) for mode in one.modes if mode.stages for note in mode.stages.notes],
@@ -388,11 +422,14 @@ def _ms(seconds: float | None) -> str:
 
 
 def _ratio(ratio: Ratio | None) -> str:
-    """``0.81 [0.53, 0.92]``; finer where an end that is not 1 would look like 1, which would belie the verdict."""
+    """``0.81 [0.53, 0.92]``; finer where an end would look like 1 although the interval leaves 1 out."""
     if ratio is None:
         return "–"
     ends = (ratio.low, ratio.high)
-    digits = 3 if any(end != 1 and f"{end:.2f}" == "1.00" for end in ends) else 2
+    apart = ratio.low > 1 or ratio.high < 1
+    digits = 2
+    while apart and digits < 5 and any(round(end, digits) == 1 for end in ends):
+        digits += 1
     return f"{ratio.value:.{digits}f} [{ratio.low:.{digits}f}, {ratio.high:.{digits}f}]"
 
 
@@ -410,7 +447,7 @@ def _gigabytes(value: float | None) -> str:
     return "–" if value is None else f"{value / 1e9:.3g} GB"
 
 
-def _speed(transfers: Any) -> str:
+def _speed(transfers: Transfers) -> str:
     """Gigabytes per second of transfer time; what is not counted is not zero."""
     if transfers.bytes is None or not transfers.seconds:
         return "–"
@@ -489,7 +526,6 @@ def _template() -> Template:
         "speed": _speed,
         "percentile": _percentile,
     }
-    environment.globals["figure_words"] = _FIGURE_WORDS
     return environment.get_template("report.html.j2")
 
 

@@ -355,7 +355,8 @@ class Results:
         if not wrong:
             return ""
         modes = ", ".join(dict.fromkeys(run.mode for run, _ in wrong))
-        return f"{len(wrong)} answers differ from what prefill alone answers (mode {modes})"
+        differ = "1 answer differs" if len(wrong) == 1 else f"{len(wrong)} answers differ"
+        return f"{differ} from what prefill alone answers (mode {modes})"
 
 
 _ADAPTER: TypeAdapter[Results] = TypeAdapter(Results)

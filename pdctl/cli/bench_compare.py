@@ -11,7 +11,7 @@ import click
 from pdctl.cli.bench_options import MOST_ROUNDS, LoadWishes, load_options
 from pdctl.cli.launch_output import boot_timeout
 from pdctl.cli.options import cluster_file, file_words, json_output, load_plan
-from pdctl.errors import PdctlError, UsageError
+from pdctl.errors import HostUnreachable, PdctlError, UsageError
 
 if TYPE_CHECKING:
     from pdctl.bench.results import Mode, Settings
@@ -98,13 +98,10 @@ def _measure(
 
     with Fleet(plan.spec) as fleet:
         before = status(plan, fleet)
-        unreachable = [one for one in before.instances if one.state == "unreachable"]
-        if unreachable:
-            raise PdctlError(
-                f"{unreachable[0].name}: its host {unreachable[0].host} cannot be reached",
-                hint="pdctl doctor says why",
-            )
-        ran = any(one.state != "down" for one in before.instances)
+        for host, reason in before.unreachable.items():
+            message = reason.removeprefix(f"{host}: ")
+            raise HostUnreachable(host, message, hint="pdctl doctor says why; nothing was launched")
+        ran = any(one.state not in ("absent", "exited") for one in before.instances)
         launches = sum(turn.relaunch for turn in turns(settings.modes, settings.rounds)) + (1 if ran else 0)
         _ask(plan, launches, ran=ran, yes=yes)
         folder = results_folder(wishes, plan)

@@ -421,7 +421,8 @@ def _print(measured: FabricResults, bench: Results | None, *, as_json: bool) -> 
 
     from pdctl.bench.fabric import fabric_json
     from pdctl.bench.fabric_compare import against_transfers
-    from pdctl.bench.fabric_tables import best_line, fabric_tables
+    from pdctl.bench.fabric_lines import best_line
+    from pdctl.cli.bench_fabric_tables import fabric_tables
 
     compared = [] if bench is None else against_transfers(measured, bench)
     if as_json:

@@ -99,7 +99,7 @@ def show_results(results: Results, *, as_json: bool, folder: Path | None = None)
 def show_summary(summary: Summary, *, as_json: bool, folder: Path | None = None) -> None:
     """Print a summary as tables, or as JSON."""
     from pdctl.bench.summary_json import summary_to_json
-    from pdctl.bench.tables import SummaryView
+    from pdctl.cli.bench_tables import SummaryView
 
     where = {} if folder is None else {"results": str(folder / RESULTS), "report": str(folder / REPORT)}
     if as_json:

@@ -10,7 +10,7 @@ PREFIX = b"PDCTL-PROBE-1 "
 """What its answers start with."""
 
 # In an order in which each needs only those before it.
-_MODULES = ("probe_content", "probe_evidence", "probe_host", "probe", "probe_supervisor")
+_MODULES = ("probe_content", "probe_evidence", "probe_host", "probe", "probe_sweep", "probe_supervisor")
 _PACKAGE = "pdctl_connector"
 
 # The package's own `__init__` is left out: on a host where another version is installed, none of it is used.
@@ -31,7 +31,7 @@ def load():
 def main(stream):
     load().probe_supervisor.main(stream, SOURCE)
 def child(stream):
-    load().probe.child(stream)
+    load().probe_sweep.child(stream)
 """
 
 

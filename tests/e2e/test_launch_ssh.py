@@ -6,14 +6,18 @@ One cluster for the whole file (booting takes most of a minute); the tests run i
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+import signal
 import subprocess
 import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 
+from pdctl.bench.results import read_results
 from tests.e2e.cluster import Cluster, complete, complete_all, marked_processes, metric, post
 
 pytestmark = [pytest.mark.e2e, pytest.mark.root, pytest.mark.timeout(600)]
@@ -146,14 +150,52 @@ def test_a_changed_plan_is_reported_and_left_alone(up: dict, ssh_cluster: Cluste
     assert next(i for i in status["instances"] if i["name"] == "decode-0")["plan_changed"]
 
 
+def test_a_bench_of_which_an_instance_dies_keeps_what_it_has(up: dict, ssh_cluster: Cluster, tmp_path: Path) -> None:
+    pid = next(i["pid"] for i in ssh_cluster.pdctl("status", "--json").json()["instances"] if i["name"] == "decode-0")
+    out = tmp_path / "out"
+    words = ("bench", "run", "--prompt-tokens", "128", "--output-tokens", "8", "--concurrency", "2", "--requests", "12")
+    bench = subprocess.Popen(
+        ssh_cluster.command(*words, "--rate", "20", "--warmup", "2", "--answers", "2", "--out", str(out)),
+        env=ssh_cluster.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        # The first cell is written; the second one is under way or about to begin.
+        deadline = time.monotonic() + 200
+        while time.monotonic() < deadline and not (out / "results.json").exists() and bench.poll() is None:
+            time.sleep(0.05)
+        os.kill(pid, signal.SIGKILL)
+        said, _ = bench.communicate(timeout=200)
+    finally:
+        bench.kill()
+    print(said)
+    results = read_results(out / "results.json")
+    assert bench.returncode == 1
+    assert not results.complete
+    assert results.incomplete_because
+    first, *later = results.runs
+    assert len(first.good) == 12
+    assert first.answers is not None
+    assert first.answers.different == ()
+    assert not any(run.complete for run in later)
+    assert "PARTIAL" in said
+    assert "PARTIAL" in (out / "report.html").read_text()
+
+
 def test_a_dead_instance_is_seen_and_up_mends_it_while_the_router_stays(up: dict, ssh_cluster: Cluster) -> None:
-    before = {i["name"]: i["pid"] for i in ssh_cluster.pdctl("status", "--json").json()["instances"]}
-    result = ssh_cluster.pdctl("restart", "decode-0", "--json", timeout=300)
+    """The one that the test before killed."""
+    status = ssh_cluster.pdctl("status", "--json")
+    assert status.code == 1
+    before = {i["name"]: i for i in status.json()["instances"]}
+    assert before["decode-0"]["state"] == "exited"
+    result = ssh_cluster.pdctl("up", "--json", timeout=300)
     assert result.code == 0, result.err
     after = {i["name"]: i["pid"] for i in ssh_cluster.pdctl("status", "--json").json()["instances"]}
-    assert after["decode-0"] != before["decode-0"]
-    assert after["router"] == before["router"]
-    assert after["prefill-0"] == before["prefill-0"]
+    assert after["decode-0"] != before["decode-0"]["pid"]
+    assert after["router"] == before["router"]["pid"]
+    assert after["prefill-0"] == before["prefill-0"]["pid"]
     cases = prompts(4, seed=5, words=100)
     assert complete_all(up["endpoint"], cases, model=MODEL, at_once=2) == complete_all(
         urls(up)["prefill-0"], cases, model=MODEL, at_once=2

@@ -177,7 +177,8 @@ def test_what_is_counted_a_moment_later_is_waited_for(mode: Mode) -> None:
     cluster = Cluster(mode)
     facts = measured(cluster, lambda it: setattr(it, "late", 2))
     assert (facts.transfers.completed, facts.trouble) == (4, ())
-    assert cluster.looks == 1 + 3
+    # Twice before, since nothing changed; at the end until all is counted.
+    assert cluster.looks == 2 + 3
 
 
 def test_waiting_ends() -> None:
@@ -240,6 +241,21 @@ def test_a_cell_without_answers_has_no_stages() -> None:
     watch.begin()
     failed = [replace(one, error="503", ttft_s=None) for one in samples(2)]
     assert watch.end(failed).stages is None
+
+
+def test_what_the_warm_up_did_is_not_counted_though_it_is_told_late() -> None:
+    cluster = Cluster("push")
+    cluster.late, cluster.routed_more = 2, -1
+
+    def sleep(_: float) -> None:
+        cluster.late, cluster.routed_more = max(0, cluster.late - 1), 0
+
+    watch = CellWatch(plan_for("push"), cluster.read, "push", clock=itertools.count(0.0, 0.1).__next__, sleep=sleep)
+    watch.begin()
+    assert cluster.looks == 4
+    cluster.requests += 4
+    facts = watch.end(samples(4))
+    assert (facts.transfers.completed, facts.trouble) == (4, ())
 
 
 def test_an_end_without_a_beginning_is_told() -> None:

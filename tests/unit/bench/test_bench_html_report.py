@@ -185,6 +185,8 @@ def test_the_headline_counts_every_load_whichever_way_it_went(found, words):
 def test_a_ratio_never_looks_as_if_it_touched_one_when_it_does_not():
     assert page_module._ratio(Ratio(0.81, 0.53, 0.92)) == "0.81 [0.53, 0.92]"
     assert page_module._ratio(Ratio(0.87, 0.75, 0.998)) == "0.870 [0.750, 0.998]"
+    assert page_module._ratio(Ratio(0.87, 0.75, 0.9997)) == "0.8700 [0.7500, 0.9997]"
+    assert page_module._ratio(Ratio(0.9, 0.8, 1.003)) == "0.90 [0.80, 1.00]"
     assert page_module._ratio(None) == "–"
 
 
@@ -263,7 +265,7 @@ def test_one_mode_without_stages_has_no_comparison_and_says_its_figures():
         r"push \(pdctl's connector\): median TTFT [\d.]+ ms, TPOT [\d.]+ ms at 512\+16 tokens x1", page.text
     )
     assert "No answers were compared" in page.text
-    assert "compared figure" not in page.text
+    assert "95 % interval], and in words" not in page.text
 
 
 def test_requests_that_all_failed_leave_no_plot_and_no_zero():

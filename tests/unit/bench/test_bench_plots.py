@@ -156,6 +156,7 @@ def test_a_ratio_is_drawn_left_of_the_line_if_it_is_below_one():
         assert (float(mark.get("x")) < float(line.get("d").split()[1])) is left
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     values=st.lists(st.floats(min_value=0, allow_infinity=False, allow_nan=False), min_size=0, max_size=6),
@@ -171,6 +172,7 @@ def test_no_time_and_no_label_ends_a_drawing(values, label):
         ElementTree.fromstring(svg)
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(st.lists(st.floats(), min_size=3, max_size=3))
 def test_no_ratio_ends_a_drawing(ends):

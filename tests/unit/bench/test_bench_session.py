@@ -204,7 +204,7 @@ def test_a_wrong_answer_is_told_at_once_and_makes_all_invalid() -> None:
     one, _ = session(stand, Settings(("push",), (SMALL,), requests=2, warmup=0, answers=2), progress)
     results = one.run().results
     assert results.complete
-    assert results.invalid_because == "1 answers differ from what prefill alone answers (mode push)"
+    assert results.invalid_because == "1 answer differs from what prefill alone answers (mode push)"
     assert any("INVALID" in text for text in progress.said)
 
 

@@ -13,7 +13,7 @@ from rich.console import Console, RenderableType
 from pdctl.bench.gate import judge
 from pdctl.bench.results import Difference, Results, Transfers
 from pdctl.bench.summary import summarise
-from pdctl.bench.tables import GateView, SummaryView, gate_to_json, summary_to_json
+from pdctl.cli.bench_tables import GateView, SummaryView, gate_to_json, summary_to_json
 from pdctl.bench.two_files import summarise_two
 from tests.support.bench_results import CELLS, make_results
 
@@ -73,7 +73,7 @@ def test_ratios_stand_with_interval_and_words() -> None:
 
 
 def test_an_end_is_never_rounded_onto_one() -> None:
-    from pdctl.bench.tables import _end
+    from pdctl.cli.bench_tables import _end
 
     assert [_end(value) for value in (0.75, 0.9987, 1.0, 1.0003, 0.99999999)] == [
         "0.75",

@@ -28,8 +28,9 @@ from pdctl.bench.fabric import (
     write_fabric,
 )
 from pdctl.bench.fabric_compare import against_transfers, nearest
-from pdctl.bench.fabric_tables import best_line, fabric_tables, latency_line
+from pdctl.bench.fabric_lines import best_line, latency_line
 from pdctl.bench.results import Cell, CellRun, Environment, InstanceFacts, Results, Settings, Transfers
+from pdctl.cli.bench_fabric_tables import fabric_tables
 from pdctl.errors import UsageError
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -200,6 +201,12 @@ def test_a_pair_without_any_point() -> None:
     text = shown(fabric((), pairs=(pair,), complete=False))
     assert text.startswith("failed: p1 -> d1: no answer (step: handshake)")
     assert best_line(fabric(())) == ""
+
+
+def test_what_hosts_say_cannot_move_the_cursor() -> None:
+    text = shown(fabric((), pairs=(replace(PAIR, error="d1: \x1b[2Jgone"),), complete=False))
+    assert "gone" in text
+    assert "\x1b" not in text
 
 
 def test_a_running_cluster_is_named() -> None:

@@ -3,6 +3,7 @@
 Never used to show anything about vLLM itself. Behaves badly on request, by the environment:
 STAND_IN_BOOT_S, STAND_IN_FAIL (text to log before exit 1), STAND_IN_RECOMPUTE, STAND_IN_WRONG_TEXT,
 STAND_IN_IGNORE_TERM, STAND_IN_SLOW_COMPLETION_S, STAND_IN_WRITER (state of the connector's writer), STAND_IN_NO_LEDGER.
+STAND_IN_WRITER_FILE names a file that has the writer's state while it is there; a start removes it, and so heals.
 """
 
 import argparse
@@ -91,6 +92,10 @@ class Telemetry(Handler):
     def do_GET(self):
         if self.path == "/healthz":
             state = os.environ.get("STAND_IN_WRITER", "idle")
+            file = os.environ.get("STAND_IN_WRITER_FILE")
+            if file and os.path.exists(file):
+                with open(file) as text:
+                    state = text.read()
             writer = {"alive": state != "dead", "state": state, "op": None, "heartbeat_age_s": 0.1, "loops": 1}
             self.answer(200, {"writer": writer, "transfers": {"inflight": 0, "oldest_s": 0.0}})
         else:
@@ -111,6 +116,9 @@ def main():
     if failure := os.environ.get("STAND_IN_FAIL"):
         print(failure, file=sys.stderr, flush=True)
         sys.exit(1)
+    file = os.environ.get("STAND_IN_WRITER_FILE")
+    if file and os.path.exists(file):
+        os.unlink(file)
     server = ThreadingHTTPServer((options.host, options.port), Handler)
     own = options.kv_transfer_config["kv_connector_extra_config"]["pdctl"]
     telemetry = ThreadingHTTPServer((own["telemetry_host"], own["telemetry_port"]), Telemetry)
