@@ -111,8 +111,7 @@ class Bookkeeping:
         self._waiting_changed = False
         self._receiving: dict[str, tuple[Receive, list[Any]]] = {}
         self._attempt = -1
-        # Prefill: requests at work, and finished ones whose blocks the writer holds.
-        self._prefilling: set[str] = set()
+        # Prefill: finished requests whose blocks the writer holds.
         self._sending: set[str] = set()
 
     def key_of(self, request: Request) -> str:
@@ -132,8 +131,11 @@ class Bookkeeping:
         if not params:
             return
         if params.get("do_remote_decode"):
-            # Now, not when it gets blocks: decode is to hear that it is known, however long the queue is here.
-            self.prefilling(request)
+            # Now, not when it gets blocks: decode is to hear that it is known, however long the queue is here. vLLM
+            # announces a request once; what gets blocks again after a preemption is known already.
+            self._step.prefilling.append(
+                Prefilling(request.request_id, self.key_of(request), request.num_prompt_tokens)
+            )
         if not params.get("do_remote_prefill"):
             return
         peer = peer_in(params)
@@ -209,14 +211,6 @@ class Bookkeeping:
 
     # --- prefill -----------------------------------------------------------------------------------------------------
 
-    def prefilling(self, request: Request) -> None:
-        """A request for another engine is here. Told once, however often it is queued or preempted."""
-        if request.request_id not in self._prefilling:
-            self._prefilling.add(request.request_id)
-            self._step.prefilling.append(
-                Prefilling(request.request_id, self.key_of(request), request.num_prompt_tokens)
-            )
-
     # --- both --------------------------------------------------------------------------------------------------------
 
     def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> bool:
@@ -249,7 +243,6 @@ class Bookkeeping:
 
     def _prefilled(self, request: Request, block_ids: Sequence[Sequence[int]]) -> bool:
         key, tokens = self.key_of(request), request.num_prompt_tokens
-        self._prefilling.discard(request.request_id)
         reason, detail = "", ""
         if request.status.name not in WITH_KV:
             reason, detail = "aborted", str(request.status.name).lower()

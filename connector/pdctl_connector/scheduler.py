@@ -94,15 +94,13 @@ class PdPushScheduler(NixlPushConnectorScheduler):
         return count, asynchronous
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Blocks were allocated: prefill begins, or decode registers them."""
+        """Blocks were allocated: decode registers them, or prefill will copy them to the host's memory."""
         params = request.kv_transfer_params
         if not params:
             return
-        if params.get("do_remote_decode"):
-            self._book.prefilling(request)
-            if self.use_host_buffer:
-                self._reqs_need_save[request.request_id] = request
-                return
+        if params.get("do_remote_decode") and self.use_host_buffer:
+            self._reqs_need_save[request.request_id] = request
+            return
         tokens = self._get_remote_prefill_token_count(request.num_prompt_tokens)
         wanted = self._book.allocated(request, blocks, tokens, num_external_tokens)
         if wanted is not None:

@@ -13,6 +13,7 @@ from pdctl.errors import UsageError
 MOST_CELLS = 64
 """More than anybody waits for; a list too many is a slip."""
 
+_EXAMPLES = {"--concurrency": "1,4", "--output-tokens": "128"}
 _LONGEST_TOKENS = 10_000_000
 _MOST_AT_ONCE = 10_000
 
@@ -163,5 +164,8 @@ def _count(part: str, option: str, most: int) -> int:
     digits, factor = (part[:-1], 1024) if part[-1] in "kK" else (part, 1)
     value = int(digits) * factor if digits.isascii() and digits.isdecimal() and len(digits) < 10 else 0
     if not 1 <= value <= most:
-        raise UsageError(f"{option}: {part!r} is no whole number from 1 to {most}", hint=f"for example {option} 1,4")
+        raise UsageError(
+            f"{option}: {part!r} is no whole number from 1 to {most}",
+            hint=f"for example {option} {_EXAMPLES.get(option, '512,2048')}",
+        )
     return value

@@ -104,7 +104,6 @@ def _measure(
         ran = any(one.state not in ("absent", "exited") for one in before.instances)
         launches = sum(turn.relaunch for turn in turns(settings.modes, settings.rounds)) + (1 if ran else 0)
         _ask(plan, launches, ran=ran, yes=yes)
-        folder = results_folder(wishes, plan)
         with reporting(quiet=as_json) as display:
             try:
                 preflight(plan, fleet, display)
@@ -122,6 +121,7 @@ def _measure(
                 boot_timeout_s=boot_timeout_s,
             )
             facts = environment(plan, fleet, generator_instance(plan, wishes.generator_host))
+            folder = results_folder(wishes, plan)
             measured = measure("compare", plan, settings, facts, launcher, folder, display)
             _restore(plan, launcher, display, ran=ran, file_option=file_option)
             return measured

@@ -416,21 +416,21 @@ def host_versions(plan: ClusterPlan, host: str, facts: Mapping[str, HostFacts]) 
 
 
 def _print(measured: FabricResults, bench: Results | None, *, as_json: bool) -> None:
-    from rich.console import Console
     from rich.text import Text
 
     from pdctl.bench.fabric import fabric_json
     from pdctl.bench.fabric_compare import against_transfers
     from pdctl.bench.fabric_lines import best_line
     from pdctl.cli.bench_fabric_tables import fabric_tables
+    from pdctl.cli.console import OutputConsole
 
     compared = [] if bench is None else against_transfers(measured, bench)
     if as_json:
         print_json({**fabric_json(measured), **({} if bench is None else {"comparison": compared})})
         return
-    console = Console(highlight=False)
+    console = OutputConsole(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=120, no_color=True)
+        console = OutputConsole(highlight=False, width=120, no_color=True)
     for part in fabric_tables(measured):
         # Lines of text are left to the terminal, so that a copied one is whole.
         console.print(part, soft_wrap=isinstance(part, Text))

@@ -94,8 +94,8 @@ def gate(results: Path, baseline: Path, max_regression: str, allow_different: bo
     from pdctl.bench.comparable import check_comparable
     from pdctl.bench.gate import judge, parse_share
     from pdctl.bench.summary_json import gate_to_json
-    from pdctl.cli.bench_tables import GateView
     from pdctl.cli.bench_output import console
+    from pdctl.cli.bench_tables import GateView
 
     share = parse_share(max_regression)
     old_file, old = read(baseline)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from dataclasses import dataclass
@@ -14,11 +15,10 @@ from pdctl.cli.bench_options import REPORT, RESULTS, command_line
 from pdctl.cli.options import print_json
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from pdctl.bench.results import Environment, Results, Settings
     from pdctl.bench.session import Launcher, Outcome
     from pdctl.bench.summary import Summary
+    from pdctl.cli.console import OutputConsole
     from pdctl.cli.progress import Display
     from pdctl.plan import ClusterPlan
 
@@ -35,12 +35,13 @@ class Measured:
         from pdctl.cli.main import INTERRUPTED, print_error
 
         results = self.outcome.results
-        show_results(results, as_json=as_json, folder=self.folder)
+        show_results(results, as_json=as_json, folder=self.folder if results.runs else None)
         if self.outcome.error is not None:
             print_error(self.outcome.error)
             return max(1, self.outcome.error.exit_code)
         if self.outcome.interrupted:
-            click.echo(f"interrupted; what was measured is in {self.folder}", err=True)
+            kept = f"; what was measured is in {self.folder}" if results.runs else ""
+            click.echo(f"interrupted{kept}", err=True)
             return INTERRUPTED
         return exit_code(results)
 
@@ -65,9 +66,14 @@ def measure(
 
     results = Results(1, kind, plan.spec.cluster, time.time(), command_line(), settings, environment)
     outcome = Session(results, launcher, lambda kept: write_results(folder / RESULTS, kept), display).run()
-    display.step("writing the report")
     if outcome.results.runs:
+        display.step("writing the report")
         write_report(outcome.results, folder / REPORT)
+    else:
+        # Nothing was measured, so there is nothing to find there.
+        with contextlib.suppress(OSError):
+            (folder / RESULTS).unlink()
+            folder.rmdir()
     return Measured(outcome, folder)
 
 
@@ -110,13 +116,12 @@ def show_summary(summary: Summary, *, as_json: bool, folder: Path | None = None)
         click.echo(f"{name}: {path}")
 
 
-def console() -> Console:
+def console() -> OutputConsole:
     """Standard output for tables: as wide as the terminal, without colours where there is none."""
     import sys
 
-    from rich.console import Console
-
+    from pdctl.cli.console import OutputConsole
     from pdctl.cli.styled import USUAL_WIDTH
 
     width = None if sys.stdout.isatty() else USUAL_WIDTH
-    return Console(width=width, highlight=False, no_color=bool(os.environ.get("NO_COLOR")))
+    return OutputConsole(width=width, highlight=False, no_color=bool(os.environ.get("NO_COLOR")))

@@ -33,11 +33,11 @@ def command(file: Path, as_json: bool, **options: Any) -> None:
     plan = load_plan(file, require_secrets=True)
     settings = make_settings(wishes, (mode_of(plan),), 1)
     host = generator_instance(plan, wishes.generator_host)
-    folder = results_folder(wishes, plan)
     with Fleet(plan.spec) as fleet, reporting(quiet=as_json) as display:
         display.step("looking at the cluster")
         check_lengths(Nodes(plan, fleet), plan, settings)
         facts = environment(plan, fleet, host)
+        folder = results_folder(wishes, plan)
         launcher = Standing(plan, fleet, display, host, wishes.request_timeout_s)
         outcome = measure("run", plan, settings, facts, launcher, folder, display)
     raise click.exceptions.Exit(outcome.show(as_json=as_json))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from pdctl.cli.options import cluster_file, json_output, load_plan, print_json
+from pdctl.cli.options import cluster_file, file_words, json_output, load_plan, print_json
 
 
 @click.command("down", short_help="Take the cluster down.")
@@ -28,13 +28,25 @@ def command(file: Path, grace_s: float, force: bool, as_json: bool) -> None:
     Stops the router, lets running requests end (at most --grace seconds), stops the instances with every process they
     made, also those that the cluster file does not name any more, and looks again. Running it twice is fine.
     """
+    from pdctl.cli.main import INTERRUPTED
     from pdctl.cli.progress import reporting
     from pdctl.hosts.fleet import Fleet
     from pdctl.lifecycle.down import down
 
     plan = load_plan(file)
-    with Fleet(plan.spec) as fleet, reporting(quiet=as_json) as reporter:
-        result = down(plan, fleet, reporter, grace_s=grace_s, force=force)
+    try:
+        with Fleet(plan.spec) as fleet, reporting(quiet=as_json) as reporter:
+            result = down(plan, fleet, reporter, grace_s=grace_s, force=force)
+    except KeyboardInterrupt:
+        file_option = file_words(file)
+        if as_json:
+            print_json({"cluster": plan.spec.cluster, "ok": False, "interrupted": True})
+        click.echo(
+            "interrupted; instances that were told to stop go on doing so, others may run on: "
+            f"pdctl status{file_option} shows them, pdctl down{file_option} ends them",
+            err=True,
+        )
+        raise click.exceptions.Exit(INTERRUPTED) from None
     if as_json:
         print_json({"cluster": plan.spec.cluster, "ok": result.exit_code == 0, **asdict(result)})
     else:

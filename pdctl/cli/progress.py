@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 import click
@@ -16,6 +16,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from pdctl.cli.console import ProgressConsole
 from pdctl.lifecycle.reporter import Reporter, SilentReporter
 
 _REPEAT_S = 30.0
@@ -42,7 +43,8 @@ class LineReporter:
         self._last: dict[str, tuple[str, float]] = {}
 
     def _line(self, text: str) -> None:
-        with self._lock:
+        # Of `pdctl up 2>&1 | head` the launch goes on: half of one, left running, is worse than one nobody looks at.
+        with self._lock, suppress(BrokenPipeError):
             click.echo(f"[{time.monotonic() - self._begin:6.1f} s] {text}", err=True)
 
     def step(self, text: str) -> None:
@@ -163,7 +165,7 @@ def reporting(*, quiet: bool, keep_steps: bool = True) -> Iterator[Display]:
     if not sys.stderr.isatty():
         yield LineReporter()
         return
-    live = LiveReporter(Console(stderr=True, highlight=False), keep_steps=keep_steps)
+    live = LiveReporter(ProgressConsole(stderr=True, highlight=False), keep_steps=keep_steps)
     live.start()
     try:
         yield live

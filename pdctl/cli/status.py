@@ -52,9 +52,10 @@ def command(file: Path, as_json: bool) -> None:
 
 
 def _print_table(result: ClusterStatus) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from pdctl.cli.console import OutputConsole
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("INSTANCE", "HOST", "STATE", "UP", "MEMORY", "REQUESTS", "KV USE", "WRITER", "IN FLIGHT", "DETAIL"):
@@ -73,9 +74,9 @@ def _print_table(result: ClusterStatus) -> None:
             _transfers(instance),
             _detail(instance),
         )
-    console = Console(highlight=False)
+    console = OutputConsole(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=200, no_color=True)
+        console = OutputConsole(highlight=False, width=200, no_color=True)
     console.print(table)
     for host, reason in result.unreachable.items():
         click.echo(f"unreachable: {reason if reason.startswith(host) else f'{host}: {reason}'}", err=True)

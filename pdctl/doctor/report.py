@@ -281,7 +281,7 @@ class _Report:
         left = min(max(len(word) for word, _ in words), 46)
         for number, (word, meaning) in enumerate(words):
             begin = "next: " if number == 0 else "      "
-            yield Span(begin), Span(word.ljust(left + 2), "command"), Span(meaning, "dim")
+            yield Span(begin), Span(f"{word.ljust(left)}  ", "command"), Span(meaning, "dim")
 
     # Pieces.
 

@@ -12,7 +12,7 @@ from pdctl.errors import HostError, PdctlError
 from pdctl.hosts.fleet import Fleet
 from pdctl.lifecycle.diagnose import diagnose, last_lines
 from pdctl.lifecycle.failure import InstanceFailure
-from pdctl.lifecycle.nodes import Nodes, Observation
+from pdctl.lifecycle.nodes import HttpRequest, Nodes, Observation
 from pdctl.lifecycle.phases import LogReader, Phase
 from pdctl.lifecycle.reporter import Reporter
 from pdctl.plan import InstancePlan
@@ -24,6 +24,8 @@ _PATIENCE_S = 45.0
 _RETRY_PAUSE_S = 1.0
 _LOG_KEPT = 256 * 1024
 _LAST_LINES = 12
+# Only to say why an instance that answers is not ready: a look, not a wait.
+_ASK_WHY_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,8 @@ def wait_ready(
             elapsed = time.monotonic() - begin
             if elapsed > timeout_s:
                 for progress in pending.values():
-                    failures.append(progress.failure(f"not ready after {timeout_s:.0f} s, still {_where(progress)}"))
+                    why = _unwell(nodes, progress)
+                    failures.append(progress.failure(f"not ready after {timeout_s:.0f} s, {why}"))
                 failed.set()
                 return
             try:
@@ -123,6 +126,17 @@ def wait_ready(
         if isinstance(result, PdctlError):
             failures.extend(p.failure(result.message, result) for p in by_host[host])
     return booted, failures
+
+
+def _unwell(nodes: Nodes, progress: _Progress) -> str:
+    """Where a boot is stuck and, if its health check answers, what that says: a router's names who is missing."""
+    where = f"still {_where(progress)}"
+    instance = progress.instance
+    try:
+        [answer] = nodes.http(instance.host, [HttpRequest("GET", f"{instance.url}/health", timeout_s=_ASK_WHY_S)])
+    except PdctlError:
+        return where
+    return where if answer.status is None or answer.ok else f"{where}; its health check says {answer.trouble}"
 
 
 def _where(progress: _Progress) -> str:

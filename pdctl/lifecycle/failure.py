@@ -32,11 +32,12 @@ class InstanceFailure:
 
 @dataclass(frozen=True)
 class Aftermath:
-    """What a failed or interrupted launch left behind."""
+    """What a failed or interrupted launch left behind. ``stopping``: told to stop, and not looked at since."""
 
     stopped: tuple[str, ...] = ()
     left_running: tuple[str, ...] = ()
     not_reached: tuple[str, ...] = field(default=())
+    stopping: tuple[str, ...] = ()
 
     @property
     def words(self) -> str:
@@ -48,9 +49,15 @@ class Aftermath:
             parts.append(f"left running: {', '.join(self.left_running)}")
         if self.not_reached:
             parts.append(f"could not be reached to be stopped: {', '.join(self.not_reached)}")
+        if self.stopping:
+            parts.append(f"told to stop, and may still be at it: {', '.join(self.stopping)}")
         if not parts:
             return "nothing was left running"
-        end = " (pdctl status shows it, pdctl down ends it)" if self.left_running or self.not_reached else ""
+        end = (
+            " (pdctl status shows it, pdctl down ends it)"
+            if self.left_running or self.not_reached or self.stopping
+            else ""
+        )
         return "; ".join(parts) + end
 
 

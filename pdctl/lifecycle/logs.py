@@ -24,12 +24,19 @@ def read_log(nodes: Nodes, host: str, name: str, *, lines: int, follow: bool) ->
     """
     part = nodes.log(host, name, lines=lines, offset=None, inode=None, wait_s=0)
     yield part.text
+    lost = False
     while follow:
         try:
             part = nodes.log(host, name, lines=lines, offset=part.offset, inode=part.inode, wait_s=_POLL_S)
         except HostError as error:
-            yield f"\n--- {error.message}; waiting for the host\n"
+            if not lost:
+                # Once for each time that it is gone, which may be hours.
+                yield f"\n--- {error.message}; waiting for the host\n"
+            lost = True
             time.sleep(_RETRY_PAUSE_S)
             continue
+        if lost:
+            yield f"--- {host} is back\n"
+        lost = False
         if part.text:
             yield part.text

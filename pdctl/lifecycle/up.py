@@ -23,6 +23,7 @@ from pdctl.lifecycle.proof import Verdict
 from pdctl.lifecycle.prove import is_float32, prove
 from pdctl.lifecycle.ranks import read_health, telemetry_requests
 from pdctl.lifecycle.reporter import Reporter
+from pdctl.lifecycle.router_health import router_health
 from pdctl.lifecycle.stop import Target, stop_instances
 from pdctl.lifecycle.warmup import in_rounds, warm_instance, warm_pair
 from pdctl.plan import ClusterPlan, InstancePlan
@@ -30,6 +31,8 @@ from pdctl.plan import ClusterPlan, InstancePlan
 T = TypeVar("T")
 
 _ROUTER_READY_S = 90.0
+# A router that ran before takes an instance back only after its own checks; this much longer than they need.
+_ROUTER_MARGIN_S = 30.0
 _LEARN_REQUEST_S = 60.0
 # A start that was under way when Ctrl-C came: wait this long for it, so that it can be undone.
 _IN_FLIGHT_S = 15.0
@@ -193,9 +196,9 @@ class _Launch:
                 f"{instance.name} runs an older plan and was left alone; pdctl up --apply restarts it"
             )
 
-    def _wait(self, instances: Sequence[InstancePlan], timeout_s: float) -> None:
+    def _wait(self, instances: Sequence[InstancePlan], timeout_s: float, *, reason: str = "") -> None:
         waiting = [i for i in instances if self.actions[i.name] == "started"]
-        self.reporter.step(f"waiting for {', '.join(i.name for i in instances)}")
+        self.reporter.step(f"waiting for {', '.join(i.name for i in instances)}{reason}")
         booted, failures = wait_ready(self.nodes, self.fleet, instances, self.reporter, timeout_s=timeout_s)
         if failures:
             raise _launch_failed(failures)
@@ -282,7 +285,26 @@ class _Launch:
     def _router(self) -> None:
         router = self.plan.router
         self.nodes.open_gate(router)
-        self._wait([router], _ROUTER_READY_S)
+        if self.actions[router.name] == "started":
+            self._wait([router], _ROUTER_READY_S)
+            return
+        health = router_health(self._argv_that_runs(router))
+        try:
+            self._wait(
+                [router],
+                min(health.notices_within_s + _ROUTER_MARGIN_S, self.options.timeout_s),
+                reason=f", which ran before and {health.words}",
+            )
+        except LaunchFailed as error:
+            if not any(failure.diagnoses or failure.error for failure in error.failures):
+                error.hint = "if pdctl status shows the others ready: pdctl restart router; else pdctl logs router"
+            raise
+
+    def _argv_that_runs(self, router: InstancePlan) -> Sequence[str]:
+        """The router's command line: with an older plan not that of this plan."""
+        if self.actions[router.name] != "changed":
+            return router.argv
+        return self.nodes.status(router.host, [router.name]).known[router.name].argv
 
     def _teach_router(self) -> None:
         """Let the router meet every prefill instance twice: to learn its identity, then to use it."""
@@ -340,13 +362,17 @@ class _Launch:
         with self.lock:
             attempted = dict(self.attempted)
         self.reporter.step(f"stopping what this launch started: {', '.join(attempted)}")
-        return stop_instances(
-            self.nodes,
-            self.fleet,
-            [Target(instance.name, instance.host) for instance in attempted.values()],
-            grace_s=self.options.grace_s,
-            only_launch_id=self.launch_id,
-        )
+        try:
+            return stop_instances(
+                self.nodes,
+                self.fleet,
+                [Target(instance.name, instance.host) for instance in attempted.values()],
+                grace_s=self.options.grace_s,
+                only_launch_id=self.launch_id,
+            )
+        except KeyboardInterrupt:
+            # A second Ctrl-C. The hosts go on with what they were told.
+            return Aftermath(stopping=tuple(attempted))
 
 
 def _launch_failed(failures: Sequence[InstanceFailure]) -> LaunchFailed:

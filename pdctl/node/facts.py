@@ -970,6 +970,12 @@ def string_map(value: Any) -> dict[str, str]:
     return {name: item for name, item in items if isinstance(name, str) and isinstance(item, str)}
 
 
+def router_problem(steps: list[Json]) -> str:
+    """Why the vllm-router of this Python cannot route prefill and decode; empty if it can, or was not found."""
+    said = next((step.get("problem") for step in steps if step.get("step") == "router"), "")
+    return said[:400] if isinstance(said, str) else ""
+
+
 def judge_nixl(steps: list[Json], wanted: list[str], ended: str) -> Json | None:
     """Make the facts of NIXL of the steps of :data:`INTERPRETER_PROBE`; None when NIXL was not come to.
 
@@ -1266,6 +1272,27 @@ def find(name):
         spec = finder.find_spec(name, None)
         if spec is not None:
             return spec
+
+def router_problem():
+    # Another project has a distribution and a package of the same names. What is wanted is an option of the command
+    # line; importing it would take more than a second.
+    spec = find("vllm_router")
+    folders = (spec.submodule_search_locations or ()) if spec else ()
+    if not folders:
+        return "its package vllm_router cannot be found"
+    for folder in folders:
+        if os.path.isfile(os.path.join(folder, "launch_router.py")):
+            try:
+                with open(os.path.join(folder, "router_args.py"), "rb") as text:
+                    if b"vllm-pd-disaggregation" in text.read(1048576):
+                        return ""
+            except OSError as error:
+                return "its options cannot be read: %s" % error
+            return "it has no option --vllm-pd-disaggregation"
+    return "it has no module vllm_router.launch_router"
+
+if "vllm-router" in packages:
+    say("router", problem=router_problem())
 
 def cuda_of_torch():
     torch = find("torch")
@@ -1877,6 +1904,7 @@ def look_at_python(job: Job, python: str, plugins: list[str]) -> Json:
         return facts
     facts["version"] = str(first.get("version"))
     facts["packages"] = string_map(first.get("packages"))
+    facts["router_problem"] = router_problem(steps)
     finished = any(step.get("step") == "end" for step in steps)
     if late is not None and not finished:
         plugin = next((step.get("plugin") for step in reversed(steps) if step.get("step") == "loading"), None)

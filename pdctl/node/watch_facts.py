@@ -8,6 +8,10 @@ Standard input: one line of JSON, the request (``pdctl/watch/poll_request.py``),
 life. Without one for `PATIENCE_S`, or when its input ends, or when nobody takes its output, it ends: a watcher that
 died leaves nothing behind.
 
+Why ``/proc`` and not psutil: on Linux psutil reads the same files, a node has it only by chance (this runs in any
+Python of 3.8 or later, not in vLLM's), and two ways to one number would be two to test. One pass over ``/proc`` finds
+all processes of all instances by their marker, every few ticks (`slow_pace` of the request).
+
 A line is `PREFIX` and ``{"tick", "at", "readings": [[kind, instance, rank, age_s, value, error], ...]}``, with the
 readings that are new since the last line. Each has its own deadline and is made by a thread that waits for nobody else:
 what is late comes with a later line, and its age.

@@ -8,6 +8,8 @@ import os
 import random
 import signal
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -144,6 +146,18 @@ class Faulty:
                     os.kill(int(entry.name), signal.SIGKILL)
             except OSError:
                 continue
+
+    def router_misses_one(self, within_s: float = 30.0) -> None:
+        """Wait until the router's own health checks have noticed that an instance is gone."""
+        deadline = time.monotonic() + within_s
+        while True:
+            try:
+                urllib.request.urlopen(f"{self.router}/health", timeout=5).close()
+            except urllib.error.HTTPError as error:
+                error.close()
+                return
+            assert time.monotonic() < deadline, "the router still calls itself healthy"
+            time.sleep(0.3)
 
     def calm(self, within_s: float = 20.0) -> None:
         """Nothing in flight, nothing held, writers alive: on both sides, within some seconds."""

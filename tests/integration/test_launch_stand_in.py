@@ -11,6 +11,8 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -47,7 +49,7 @@ class Bench:
         self.ports = free_ports(8)
 
     def cluster(
-        self, *, prefill: dict[str, str] | None = None, decode: dict[str, str] | None = None, extra=""
+        self, *, prefill: dict[str, str] | None = None, decode: dict[str, str] | None = None, extra="", router=""
     ) -> Cluster:
         def role(name: str, port: int, env: dict[str, str] | None) -> str:
             lines = "".join(f"    {key}: {value!r}\n" for key, value in (env or {}).items())
@@ -64,7 +66,7 @@ class Bench:
             f"env: {{PYTHONPATH: {str(STAND_IN)!r}}}\n"
             + role("prefill", self.ports[0], prefill)
             + role("decode", self.ports[1], decode)
-            + f"router: {{host: local, port: {self.ports[2]}, metrics_port: {self.ports[7]}}}\n"
+            + f"router: {{host: local, port: {self.ports[2]}, metrics_port: {self.ports[7]}, args: {{{router}}}}}\n"
         )
         return StandInCluster(file, {"PDCTL_HOME": str(self.folder / "home"), "HOME": str(self.folder)})
 
@@ -110,6 +112,21 @@ def test_the_endpoint_and_a_curl_line_are_printed(bench: Bench) -> None:
     assert f"http://127.0.0.1:{bench.ports[2]}" in result.out
     assert "curl -s" in result.out
     assert "\x1b" not in result.out + result.err
+
+
+def test_a_launch_whose_progress_nobody_reads_goes_on(bench: Bench) -> None:
+    cluster = bench.cluster()
+    reads, writes = os.pipe()
+    os.close(reads)
+    try:
+        done = subprocess.run(
+            cluster.command("up"), env=cluster.environment(), stdout=subprocess.PIPE, stderr=writes, text=True,
+            timeout=90, check=False,
+        )  # fmt: skip
+    finally:
+        os.close(writes)
+    assert done.returncode == 0
+    assert f"http://127.0.0.1:{bench.ports[2]}" in done.stdout
 
 
 def test_a_failing_instance_is_named_with_its_cause_and_the_rest_is_stopped(bench: Bench) -> None:
@@ -207,7 +224,8 @@ def test_ctrl_c_at_any_moment_leaves_nothing(bench: Bench, seconds: float) -> No
     _, err = run.communicate(timeout=60)
     assert "Traceback" not in err
     if run.returncode != 0:  # it may have been done already
-        assert run.returncode == 130, err
+        # -SIGINT, which shells show as 130 too: on a busy machine Python itself had not begun.
+        assert run.returncode in (130, -signal.SIGINT), err
         assert marked_processes(bench.name) == []
     assert cluster.pdctl("down").code == 0
 
@@ -228,10 +246,112 @@ def test_sigkill_of_up_leaves_something_that_status_and_down_handle(bench: Bench
     assert cluster.pdctl("down", "--force").code == 0
 
 
+def router_says(bench: Bench, *, well: bool, within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{bench.ports[2]}/health", timeout=5).close()
+            answer = True
+        except urllib.error.HTTPError as error:
+            error.close()
+            answer = False
+        if answer is well:
+            return
+        assert time.monotonic() < deadline, f"the router's health is still {answer}"
+        time.sleep(0.1)
+
+
+def kill_decode(cluster: Cluster) -> None:
+    status = cluster.pdctl("status", "--json").json()
+    os.kill(next(i["pid"] for i in status["instances"] if i["name"] == "decode-0"), signal.SIGKILL)
+
+
+def test_a_router_that_saw_decode_die_takes_it_back_in_the_next_up(bench: Bench) -> None:
+    cluster = bench.cluster()
+    assert cluster.pdctl("up").code == 0
+    kill_decode(cluster)
+    # With the health checks that pdctl plans, not with the router's own: those take three minutes, and two to undo.
+    router_says(bench, well=False, within_s=15)
+    again = cluster.pdctl("up")
+    assert again.code == 0, again.err
+    router_says(bench, well=True, within_s=1)
+    assert "which ran before and takes an instance back after 2 good answers in a row, one every 3 s" in again.err
+
+
+def test_a_router_that_does_not_take_decode_back_is_named_with_what_it_says(bench: Bench) -> None:
+    slow = "health-check-interval-secs: 1, health-failure-threshold: 1, health-success-threshold: 1000"
+    cluster = bench.cluster(router=slow)
+    assert cluster.pdctl("up").code == 0
+    kill_decode(cluster)
+    router_says(bench, well=False, within_s=10)
+    failed = cluster.pdctl("up", "--timeout", "5")
+    assert failed.code == 1
+    assert "its health check says HTTP 503" in failed.err
+    assert "Decode: http://127.0.0.1" in failed.err
+    assert "pdctl restart router" in failed.err
+
+
 def test_an_instance_that_ignores_sigterm_is_killed(bench: Bench) -> None:
     cluster = bench.cluster(decode={"STAND_IN_IGNORE_TERM": "1"})
     assert cluster.pdctl("up").code == 0
     assert cluster.pdctl("down", "--grace", "1").code == 0
+
+
+def test_a_restart_stops_nothing_that_it_could_not_start_again(bench: Bench) -> None:
+    cluster = bench.cluster()
+    assert cluster.pdctl("up").code == 0
+    before = cluster.pdctl("status", "--json").json()["instances"]
+    whole = cluster.file.read_text()
+    elsewhere = f"router: {{host: 127.0.0.1, address: 127.0.0.1, port: {bench.ports[2]}}}\n"
+    other = whole.partition("router: ")[0].replace("[local]", "[{name: local, address: 127.0.0.1}]") + elsewhere
+    cluster.file.write_text(f"{other}ssh: {{port: {free_ports(1)[0]}}}\n")
+    result = cluster.pdctl("restart", "decode-0")
+    cluster.file.write_text(whole)
+    assert result.code == 3, result.err
+    assert "nothing was stopped" in result.err
+    after = cluster.pdctl("status", "--json").json()["instances"]
+    assert [i["pid"] for i in after] == [i["pid"] for i in before]
+
+
+@pytest.mark.parametrize("words", [["down", "--grace", "60"], ["restart", "decode-0", "--grace", "60"]], ids=" ".join)
+def test_ctrl_c_while_instances_stop_says_how_to_see_them(bench: Bench, words: list[str]) -> None:
+    cluster = bench.cluster(decode={"STAND_IN_IGNORE_TERM": "1"})
+    assert cluster.pdctl("up").code == 0
+    run = subprocess.Popen(
+        cluster.command(*words), env=cluster.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert run.stderr is not None
+    seen = ""
+    while "] stopping " not in seen or "decode-0" not in seen.rpartition("] stopping ")[2]:
+        line = run.stderr.readline()
+        assert line, seen
+        seen += line
+    time.sleep(1)
+    run.send_signal(signal.SIGINT)
+    _, err = run.communicate(timeout=20)
+    assert run.returncode == 130
+    assert "Traceback" not in err
+    assert "pdctl status" in err
+    assert "pdctl down" in err
+
+
+def test_a_second_ctrl_c_ends_the_cleaning_up_and_says_so(bench: Bench) -> None:
+    slow = {"STAND_IN_IGNORE_TERM": "1", "STAND_IN_BOOT_S": "60"}
+    cluster = bench.cluster(decode=slow)
+    run = subprocess.Popen(
+        cluster.command("up"), env=cluster.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert run.stderr is not None
+    for wanted in ("decode-0: loading", "stopping what this launch started"):
+        while wanted not in (line := run.stderr.readline()):
+            assert line, f"no line with {wanted!r}"
+        time.sleep(1)
+        run.send_signal(signal.SIGINT)
+    _, err = run.communicate(timeout=20)
+    assert run.returncode == 130
+    assert "Traceback" not in err
+    assert "interrupted; told to stop, and may still be at it: " in err
+    assert "decode-0" in err
 
 
 def test_an_instance_that_left_the_cluster_file_is_shown_and_ended(bench: Bench) -> None:

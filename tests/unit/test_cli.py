@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,14 +21,15 @@ router: {host: a}
 """
 
 
-def pdctl(*words: str, folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+def pdctl(*words: str, folder: Path, stdout: int = subprocess.PIPE, **environ: str) -> subprocess.CompletedProcess[str]:
     root = Path(__file__).resolve().parents[2]
     path = f"{root}:{root / 'connector'}"
     return subprocess.run(
         [sys.executable, "-m", "pdctl", *words],
         cwd=folder,
         env={"PATH": "/usr/bin:/bin", "HOME": str(folder), "PYTHONPATH": path, **environ},
-        capture_output=True,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
         text=True,
         timeout=60,
         check=False,
@@ -51,6 +53,42 @@ def test_help_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["up", "--help"], ["up", "--dry-run"], ["up", "--dry-run", "--json"], ["status"], ["status", "--json"],
+     ["doctor", "explain", "HOST003"], ["doctor", "--only", "HOST003"], ["completion", "bash"]],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_reader_that_is_gone_ends_it_quietly(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "cluster.yaml").write_text(
+        FILE.replace("[a]", "[local]").replace("[d]", "[local]").replace("a}", "local}")
+    )
+    reads, writes = os.pipe()
+    os.close(reads)
+    try:
+        result = pdctl(*words, folder=tmp_path, stdout=writes, PDCTL_TEST_TOKEN="x", PDCTL_HOME=str(tmp_path / "home"))
+    finally:
+        os.close(writes)
+    assert [line for line in result.stderr.splitlines() if not line.startswith("[ ")] == []
+    # What a shell says of a program that SIGPIPE ended; neither "fine" nor "findings".
+    assert result.returncode == 141
+
+
+def test_a_broken_pipe_that_is_not_the_reader_is_a_bug(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.argv=['pdctl','init']\n"
+        "import pdctl.cli.init, pdctl.cli.main\n"
+        "def broken(**_): raise BrokenPipeError\n"
+        "pdctl.cli.init.command.callback = broken\n"
+        "pdctl.cli.main.main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert "nobody expected it" in done.stderr
 
 
 def test_a_missing_file_is_one_clear_line(tmp_path: Path) -> None:

@@ -217,7 +217,8 @@ def test_prefill_announces_a_request_when_it_is_queued_and_only_once(book: Bookk
     request = Request("cmpl-1", {"do_remote_decode": True})
     book.arrived(request)
     assert [(p.request_id, p.tokens) for p in step_of(book).prefilling] == [("cmpl-1" + SUFFIX, 40)]
-    book.prefilling(request)
+    # Blocks, more chunks, a second beginning after a preemption: nothing that the writer does not know.
+    assert book.allocated(request, Blocks(([Block(1)],)), 40, 0) is None
     assert book.take_step() is None
     assert not book.finished(request.ended("FINISHED_ABORTED"), [])
     assert [ended.reason for ended in step_of(book).ended] == ["aborted"]
@@ -374,12 +375,8 @@ def test_back_pressure_counts_every_group() -> None:
 def test_prefill_is_told_once_and_its_blocks_are_kept_until_they_are_sent(book: Bookkeeping) -> None:
     request = Request("cmpl-1", prefill_params())
     book.arrived(request)
-    book.prefilling(request)
     (prefilling,) = step_of(book).prefilling
     assert (prefilling.request_id, prefilling.key, prefilling.tokens) == (request.request_id, "cmpl-1", 40)
-    # More chunks, or a second beginning after a preemption.
-    book.prefilling(request)
-    assert book.take_step() is None
     assert book.finished(request, [[4, 5, 6]])
     (ready,) = step_of(book).ready
     assert (ready.request_id, ready.key, ready.tokens) == (request.request_id, "cmpl-1", 40)
@@ -434,7 +431,7 @@ def test_a_hybrid_cache_that_went_beyond_the_prompt_is_not_offered_at_all() -> N
 @pytest.mark.parametrize("status", ["FINISHED_ABORTED", "FINISHED_IGNORED", "FINISHED_ERROR", "FINISHED_REPETITION"])
 def test_prefill_that_ends_without_kv_is_told(book: Bookkeeping, status: str) -> None:
     request = Request("cmpl-1", prefill_params())
-    book.prefilling(request)
+    book.arrived(request)
     assert not book.finished(request.ended(status), [[4, 5, 6]])
     assert step_of(book).ended == [Ended(request.request_id, "cmpl-1", "aborted", status.lower())]
     assert not book.pending

@@ -258,8 +258,16 @@ def test_router_command() -> None:
     assert argv[3:] == (
         "vllm_router.launch_router", "--host", "p1", "--port", "8000", "--vllm-pd-disaggregation",
         "--prefill", "http://10.0.0.1:8100", "--prefill", "http://10.0.0.2:8100", "--decode", "http://d1:8200",
-        "--policy", "cache_aware", "--prometheus-host", "127.0.0.1", "--prometheus-port", "29000", "--queue-size", "5",
+        "--policy", "cache_aware", "--prometheus-host", "127.0.0.1", "--prometheus-port", "29000",
+        "--health-check-interval-secs", "3", "--health-failure-threshold", "3", "--health-success-threshold", "2",
+        "--queue-size", "5",
     )  # fmt: skip
+
+
+def test_health_checks_of_the_router_are_the_users_if_they_say_so() -> None:
+    argv = planned(changed(router={"args": {"health-check-interval-secs": 20}})).router.argv
+    assert argv.count("--health-check-interval-secs") == 1
+    assert argv[argv.index("--health-check-interval-secs") + 1] == "20"
 
 
 def test_options_of_the_router() -> None:
@@ -270,8 +278,9 @@ def test_options_of_the_router() -> None:
         "wasm-middleware-route": ["/a", "/b"],
     }
     router = planned(changed(router={"args": arguments})).router
-    assert router.argv[-12:] == (
+    assert router.argv[-18:] == (
         "--prometheus-host", "0.0.0.0", "--prometheus-port", "29000", "--disable-retries",
+        "--health-check-interval-secs", "3", "--health-failure-threshold", "3", "--health-success-threshold", "2",
         "--request-id-headers", "a", "b", "--wasm-middleware-route", "/a", "--wasm-middleware-route", "/b",
     )  # fmt: skip
     assert [(use.purpose, use.address) for use in router.ports] == [("API", "p1"), ("metrics", "0.0.0.0")]

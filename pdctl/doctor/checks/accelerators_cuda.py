@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
+from pdctl.doctor.checks.collected import collect
 from pdctl.doctor.checks.instance_facts import (
     argument_of,
     environment_of,
@@ -17,7 +18,6 @@ from pdctl.doctor.checks.per_host import (
     all_of,
     each_host,
     hosts_by_value,
-    not_reached,
     odd_ones_out,
     on_fabric,
     with_accelerator,
@@ -157,18 +157,15 @@ def _share(instance: InstancePlan) -> float:
 def _models(context: Context) -> Iterator[Result]:
     if not _CUDA(context):
         return
+    collected = collect(context, context.vllm_hosts, "nvidia", lambda facts: facts.nvidia)
+    yield from collected.skipped
     models: dict[str, str] = {}
-    for host in context.vllm_hosts:
-        facts = context.facts.get(host)
-        if facts is None:
-            yield not_reached(host)
-        elif facts.nvidia is None:
-            yield skipped(host, message=f"not checked: {facts.why_missing('nvidia')}")
-        elif not facts.nvidia.gpus:
+    for host, nvidia in collected.found.items():
+        if not nvidia.gpus:
             yield skipped(host, message="not checked: no GPU was listed")
-        else:
-            kinds = {(gpu.name, size(gpu.memory_bytes) if gpu.memory_bytes else "?") for gpu in facts.nvidia.gpus}
-            models[host] = listing(f"{name} {memory}" for name, memory in sorted(kinds))
+            continue
+        kinds = {(gpu.name, size(gpu.memory_bytes) if gpu.memory_bytes else "?") for gpu in nvidia.gpus}
+        models[host] = listing(f"{name} {memory}" for name, memory in sorted(kinds))
     odd = odd_ones_out(models)
     for host in models:
         if odd is not None and host in odd[1]:

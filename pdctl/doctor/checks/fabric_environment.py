@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from pdctl.doctor.checks.collected import collect
 from pdctl.doctor.checks.efa_facts import efa_devices
 from pdctl.doctor.checks.instance_facts import backends_of, environment_of, instance_type, ranks_of
 from pdctl.doctor.checks.per_host import hosts_by_value, not_reached, on_fabric
@@ -154,18 +155,14 @@ def _differences(variables: Mapping[str, _Variables]) -> Iterator[str]:
 def _same_everywhere(context: Context) -> Iterator[Result]:
     if not _EFA(context):
         return
-    variables: dict[str, _Variables] = {}
-    for host in context.vllm_hosts:
-        facts = context.facts.get(host)
-        if facts is None:
-            yield not_reached(host)
-            continue
-        if facts.environment is None:
-            yield skipped(host, message=f"not checked: {facts.why_missing('environment')}")
-            continue
-        for instance in context.instances_on(host):
-            if instance.role != "router":
-                variables[instance.name] = environment_of(facts, instance)
+    collected = collect(context, context.vllm_hosts, "environment", lambda facts: facts.environment)
+    yield from collected.skipped
+    variables: dict[str, _Variables] = {
+        instance.name: environment_of(context.facts[host], instance)
+        for host in collected.found
+        for instance in context.instances_on(host)
+        if instance.role != "router"
+    }
     differences = list(_differences(variables))
     if differences:
         yield failed(

@@ -380,9 +380,12 @@ def _without_security_groups(context: Context, host: str, exposed: _Uses) -> Res
     if public:
         return failed(
             host,
-            message=f"{listing(sorted({use[0] for use in public.values()}))} would listen on a public address",
+            message=f"{listing(sorted({use[0] for use in public.values()}))} would listen on a public address; whether "
+            "a firewall guards it is not known here",
             evidence=f"{_listen(public)}; security groups were not read: {context.aws_skipped or 'not on EC2'}",
             fix=fix,
+            # The address is a fact; that strangers get through to it is not.
+            severity=Severity.WARNING,
         )
     facts = context.facts.get(host)
     if facts is None or facts.network is None:
@@ -498,8 +501,9 @@ _CHECKS: tuple[Check, ...] = (
         severity=Severity.ERROR,
         what=(
             "Ports of prefill and decode that are bound to every address or to a public one must not be let in from "
-            "the whole internet by a security group. Without answers of the EC2 API a public address is an error, and "
-            "every address a warning if one of them is public. The router is not judged: clients have to reach it."
+            "the whole internet by a security group. Without answers of the EC2 API it is a warning to listen on a "
+            "public address, or on every address if one of them is public. The router is not judged: clients have to "
+            "reach it."
         ),
         why=(
             "vLLM's API asks nobody for a password unless told to, and the NIXL side channel never does: strangers "

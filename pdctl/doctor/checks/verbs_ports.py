@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from pdctl.doctor.checks.addresses import Address, parse_address, planned_addresses
+from pdctl.doctor.checks.collected import collect
 from pdctl.doctor.checks.efa_facts import other_devices
 from pdctl.doctor.checks.instance_facts import environment_of
-from pdctl.doctor.checks.per_host import each_host, hosts_by_value, not_reached, odd_ones_out, on_fabric
+from pdctl.doctor.checks.per_host import each_host, hosts_by_value, odd_ones_out, on_fabric
 from pdctl.doctor.checks.ucx_environment import named_ports
 from pdctl.doctor.checks.wording import listing, plural
 from pdctl.doctor.context import Context
@@ -253,18 +254,14 @@ def _wrong_index(context: Context, facts: HostFacts, rails: list[_Rail]) -> list
 def _mtus(context: Context) -> Iterator[Result]:
     if not _ROCE(context):
         return
+    with_rdma = collect(context, context.vllm_hosts, "rdma", lambda facts: facts.rdma)
+    networks = collect(context, with_rdma.found, "network", lambda facts: facts.network)
+    yield from (*with_rdma.skipped, *networks.skipped)
     mtus: dict[str, str] = {}
-    for host in context.vllm_hosts:
-        facts = context.facts.get(host)
-        if facts is None:
-            yield not_reached(host)
-            continue
-        if facts.rdma is None or facts.network is None:
-            part = "rdma" if facts.rdma is None else "network"
-            yield skipped(host, message=f"not checked: {facts.why_missing(part)}")
-            continue
-        sizes = {interface.name: interface.mtu for interface in facts.network.interfaces}
-        rails = [sizes[rail.port.netdev] for rail in _active(context, facts) if rail.port.netdev in sizes]
+    for host, network in networks.found.items():
+        sizes = {interface.name: interface.mtu for interface in network.interfaces}
+        active = _active(context, context.facts[host])
+        rails = [sizes[rail.port.netdev] for rail in active if rail.port.netdev in sizes]
         if rails:
             mtus[host] = listing(sorted(set(rails)))
         else:
@@ -296,19 +293,17 @@ def _mtus(context: Context) -> Iterator[Result]:
 def _equal_rails(context: Context) -> Iterator[Result]:
     if not _VERBS(context):
         return
+    collected = collect(context, context.vllm_hosts, "rdma", lambda facts: facts.rdma)
+    yield from collected.skipped
     rails: dict[str, str] = {}
-    for host in context.vllm_hosts:
-        facts = context.facts.get(host)
-        if facts is None:
-            yield not_reached(host)
-        elif facts.rdma is None:
-            yield skipped(host, message=f"not checked: {facts.why_missing('rdma')}")
-        elif not (active := _active(context, facts)):
+    for host in collected.found:
+        active = _active(context, context.facts[host])
+        if not active:
             yield skipped(host, message=_NO_PORT)
-        else:
-            rates = sorted(f"{rail.port.rate_gbps:g}" if rail.port.rate_gbps is not None else "?" for rail in active)
-            counts = {rate: rates.count(rate) for rate in dict.fromkeys(rates)}
-            rails[host] = listing(f"{plural(count, 'port')} at {rate} Gbit/s" for rate, count in counts.items())
+            continue
+        rates = sorted(f"{rail.port.rate_gbps:g}" if rail.port.rate_gbps is not None else "?" for rail in active)
+        counts = {rate: rates.count(rate) for rate in dict.fromkeys(rates)}
+        rails[host] = listing(f"{plural(count, 'port')} at {rate} Gbit/s" for rate, count in counts.items())
     odd = odd_ones_out(rails)
     for host in rails:
         if odd is not None and host in odd[1]:

@@ -352,6 +352,23 @@ def test_f26_decode_is_killed_and_comes_back(faulty: Faulty) -> None:
     assert result.code == 0, result.err
 
 
+def test_f09_f23_prefill_connects_late_or_never_to_a_new_decode_engine(faulty: Faulty) -> None:
+    """The request that proves a new engine is the first one that prefill must connect for.
+
+    The router outlives both: it sees decode die, and must take it back in time for the proof.
+    """
+    faulty.kill_instance(2)
+    faulty.router_misses_one()
+    with faulty.failing(1, "add_remote_agent:*:raise"):
+        never = faulty.cluster.pdctl("up", timeout=300)
+    assert never.code == 1
+    assert "Traceback" not in never.err
+    # Longer than the lease: the blocks must still be there when the WRITE is posted.
+    with faulty.failing(1, f"add_remote_agent:*:sleep={LEASE_S + 1}"):
+        late = faulty.cluster.pdctl("up", timeout=300)
+    assert late.code == 0, late.err
+
+
 def test_f19_life_signs_while_idle(faulty: Faulty) -> None:
     ages = []
     for _ in range(20):

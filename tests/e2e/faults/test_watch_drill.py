@@ -31,11 +31,11 @@ FLAGGED_S = TIMEOUT_S / 2 + 2 + 6
 class Watch:
     """A running `pdctl watch --headless --json`, and what it has said."""
 
-    def __init__(self, faulty: Faulty, recording: Path) -> None:
+    def __init__(self, faulty: Faulty, *words: str) -> None:
         self.events: list[dict[str, Any]] = []
         self.changed = threading.Condition()
         self.process = subprocess.Popen(
-            faulty.cluster.command("watch", "--json", "--record", str(recording)),
+            faulty.cluster.command("watch", "--json", *words),
             env=faulty.cluster.environment(),
             stdout=subprocess.PIPE,
             text=True,
@@ -53,7 +53,7 @@ class Watch:
 
     def told(self, event: str, code: str, *, since: int) -> dict[str, Any] | None:
         return next(
-            (e for e in self.events[since:] if e.get("event") == event and e["alert"]["code"] == code),
+            (e for e in self.events[since:] if e.get("event") == event and e.get("alert", {}).get("code") == code),
             None,
         )
 
@@ -65,6 +65,16 @@ class Watch:
         assert found is not None, f"{code} was not {event} within {within_s:.0f} s"
         print(f"{code} {event} after {time.monotonic() - begin:.1f} s")
         return found["alert"]
+
+    def acted(self, *outcomes: str, within_s: float) -> dict[str, Any]:
+        def found() -> dict[str, Any] | None:
+            return next((e for e in self.events if e["kind"] == "action" and e["outcome"] in outcomes), None)
+
+        with self.changed:
+            self.changed.wait_for(lambda: found() is not None, within_s)
+            told = found()
+        assert told is not None, f"no action was {' or '.join(outcomes)} within {within_s:.0f} s"
+        return told
 
     def mark(self) -> int:
         return len(self.events)
@@ -92,7 +102,7 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def watch(faulty: Faulty, recording: Path) -> Iterator[Watch]:
-    made = Watch(faulty, recording)
+    made = Watch(faulty, "--record", str(recording))
     try:
         # Its first polls, and the calm that a watch of a sound cluster shows.
         time.sleep(8)
@@ -186,6 +196,24 @@ def test_a_writer_that_hangs_in_nixl(faulty: Faulty, watch: Watch) -> None:
     assert alert["instances"] == ["prefill-0"]
     assert "get_new_notifs" in alert["message"]
     watch.expect("closed", "W002", since=since, within_s=40)
+
+
+def test_a_wedged_writer_is_healed_by_on_stall(faulty: Faulty, watch: Watch) -> None:
+    """The writer hangs for longer than anybody waits; only another process can heal it."""
+    acting = Watch(faulty, "--on-stall", "restart-writer-side")
+    try:
+        time.sleep(4)
+        since = watch.mark()
+        with faulty.failing(1, "get_new_notifs:*:sleep=900"):
+            begun = acting.acted("begun", "refused", within_s=FLAGGED_S + 20)
+        assert (begun["outcome"], begun["instances"]) == ("begun", ["prefill-0"])
+        assert begun["because"]["code"] == "W002"
+        done = acting.acted("done", "failed", within_s=240)
+        assert done["outcome"] == "done", done
+    finally:
+        acting.stop()
+    faulty.works(5)
+    watch.expect("closed", "W002", since=since, within_s=60)
 
 
 def test_a_killed_prefill(faulty: Faulty, watch: Watch) -> None:

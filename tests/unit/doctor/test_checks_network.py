@@ -305,7 +305,7 @@ def aws(cidr: str, *, readable: bool = True) -> AwsFacts:
         (WIDE, aws("0.0.0.0/0"), "error"),
         (WIDE, aws("10.0.0.0/8"), "pass"),
         (WIDE, aws("0.0.0.0/0", readable=False), "skipped"),
-        (PUBLIC, None, "error"),
+        (PUBLIC, None, "warning"),
         (PUBLIC, aws("0.0.0.0/0"), "error"),
         (PUBLIC, aws("10.0.0.0/8"), "pass"),
     ],

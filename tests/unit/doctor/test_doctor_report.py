@@ -203,6 +203,12 @@ def test_warnings_alone_have_a_next_step_too() -> None:
     assert "next: pdctl doctor explain HOST003" in text_of(outcome_of([found]))
 
 
+def test_what_to_do_next_is_apart_from_its_meaning_however_long_the_command_is() -> None:
+    found = finding("HOST003", "fail", "p1", commands=["x"])
+    text = text_of(outcome_of([found]), file_option=f" -f {'a/long/way/' * 4}cluster.yaml")
+    assert "cluster.yaml --fix-commands  only the commands" in text
+
+
 def test_only_failures() -> None:
     text = text_of(mixed(), only_failures=True)
     assert "FAB003" in text

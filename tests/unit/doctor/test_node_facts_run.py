@@ -337,6 +337,31 @@ def test_packages_and_their_versions_are_read_without_importing_them(node: Node)
         "vllm-router": "0.1.17",
     }
     assert "unrelated" not in packages
+    assert found[0].router_problem == "its package vllm_router cannot be found"
+
+
+@pytest.mark.parametrize(
+    ("files", "problem"),
+    [
+        ({"launch_router.py": "", "router_args.py": 'parser.add_argument(f"--{prefix}vllm-pd-disaggregation")'}, ""),
+        ({"launch_router.py": "", "router_args.py": '"--policy"'}, "it has no option --vllm-pd-disaggregation"),
+        ({"app.py": "", "parsers/parser.py": ""}, "it has no module vllm_router.launch_router"),
+        ({"launch_router.py": ""}, "its options cannot be read: "),
+    ],
+    ids=["router", "old router", "another project's", "incomplete"],
+)
+def test_what_a_router_can_do_is_read_without_importing_it(node: Node, files: dict[str, str], problem: str) -> None:
+    site = node.home / "site"
+    (site / "vllm_router-0.1.17.dist-info").mkdir(parents=True)
+    for name, text in {"__init__.py": "raise SystemExit('imported')", **files}.items():
+        (site / "vllm_router" / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / "vllm_router" / name).write_text(text)
+    request = {"pythons": [sys.executable], "environments": {sys.executable: {"PYTHONPATH": "@HOME@/site"}}}
+    found = node.facts(request).interpreters
+    assert found is not None
+    assert found[0].packages["vllm-router"] == "0.1.17"
+    assert found[0].router_problem.startswith(problem)
+    assert bool(found[0].router_problem) is bool(problem)
 
 
 # ---------------------------------------------------------------------------------------------------------------- ports

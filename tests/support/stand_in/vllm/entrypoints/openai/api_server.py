@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 BLOCK_SIZE, BYTES_PER_BLOCK = 16, 4096
 counters = {"bytes": 0, "received": 0, "computed": 0}
@@ -93,9 +94,8 @@ class Telemetry(Handler):
         if self.path == "/healthz":
             state = os.environ.get("STAND_IN_WRITER", "idle")
             file = os.environ.get("STAND_IN_WRITER_FILE")
-            if file and os.path.exists(file):
-                with open(file) as text:
-                    state = text.read()
+            if file and Path(file).exists():
+                state = Path(file).read_text()
             writer = {"alive": state != "dead", "state": state, "op": None, "heartbeat_age_s": 0.1, "loops": 1}
             self.answer(200, {"writer": writer, "transfers": {"inflight": 0, "oldest_s": 0.0}})
         else:
@@ -117,8 +117,8 @@ def main():
         print(failure, file=sys.stderr, flush=True)
         sys.exit(1)
     file = os.environ.get("STAND_IN_WRITER_FILE")
-    if file and os.path.exists(file):
-        os.unlink(file)
+    if file:
+        Path(file).unlink(missing_ok=True)
     server = ThreadingHTTPServer((options.host, options.port), Handler)
     own = options.kv_transfer_config["kv_connector_extra_config"]["pdctl"]
     telemetry = ThreadingHTTPServer((own["telemetry_host"], own["telemetry_port"]), Telemetry)
