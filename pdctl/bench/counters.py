@@ -193,8 +193,15 @@ def outcomes(increments: Scrape | None) -> Mapping[tuple[str, str], int] | None:
 
 
 def routed(increments: Scrape | None) -> int | None:
-    """Read how many requests the router passed on; None if not known."""
-    return None if increments is None else _count(increments, _ROUTED)
+    """Read how many completions the router passed on; None if not known.
+
+    It counts every route, and the generator asks once per load how long the server thinks a prompt is (``/tokenize``).
+    """
+    if increments is None:
+        return None
+    return _count(
+        {at: value for at, value in increments.items() if dict(at[1]).get("route", "").endswith("completions")}, _ROUTED
+    )
 
 
 def _problem(name: str, before: Scrape | None, after: Scrape | None) -> str:

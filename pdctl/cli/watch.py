@@ -21,8 +21,8 @@ from pdctl.cli.options import cluster_file, load_plan, print_json
 if TYPE_CHECKING:
     from types import FrameType
 
-    from pdctl.hosts.fleet import Fleet
     from pdctl.plan import ClusterPlan
+    from pdctl.watch.acting import ActingSettings, Action
     from pdctl.watch.settings import WatchSettings
     from pdctl.watch.sinks import Sinks
     from pdctl.watch.snapshot import Snapshot
@@ -34,8 +34,9 @@ _NOTES_LIMIT = 100
 _WEBHOOK_VARIABLE = "PDCTL_WEBHOOK"
 _SECRET_VARIABLE = "PDCTL_WEBHOOK_SECRET"  # noqa: S105 - the name, not the secret
 _REPLAY_ONLY = ("from_s", "to_s", "speed")
-_NOT_IN_REPLAY = ("once", "exporter", "record", "interval_s")
-_NOT_ONCE = ("exporter", "heartbeat_s", "record")
+_ACTING = ("on_stall", "on_stall_limit", "on_stall_cool_down_s", "on_stall_dry_run")
+_NOT_IN_REPLAY = ("once", "exporter", "record", "interval_s", *_ACTING)
+_NOT_ONCE = ("exporter", "heartbeat_s", "record", *_ACTING)
 
 
 def _address(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, int] | None:
@@ -83,6 +84,7 @@ class _Wishes:
     exporter: tuple[str, int] | None
     wanted: CodeFilter
     make_sinks: Callable[[Callable[[str], None]], Sinks]
+    acting: ActingSettings | None = None
 
 
 @click.command("watch", short_help="Watch transfers; name what stalls, and why.")
@@ -143,6 +145,28 @@ class _Wishes:
     metavar="NAME",
     help="Sign these requests with the secret in this variable (PDCTL_WEBHOOK_SECRET, if that is set).",
 )
+@click.option(
+    "--on-stall",
+    type=click.Choice(["restart-pair", "restart-writer-side", "drain"]),
+    help="Act when a stall lasts that a restart cures; see docs/watch.md. Without it a watch only tells.",
+)
+@click.option(
+    "--on-stall-limit",
+    type=click.IntRange(1, 60),
+    default=2,
+    show_default=True,
+    help="Most actions within an hour, for the whole cluster.",
+)
+@click.option(
+    "--on-stall-cool-down",
+    "on_stall_cool_down_s",
+    type=click.FloatRange(0, 86400),
+    default=300.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Leave an instance alone for so long after an action.",
+)
+@click.option("--on-stall-dry-run", is_flag=True, help="Tell what --on-stall would do, and do nothing.")
 @click.option("--only", multiple=True, metavar="CODES", shell_complete=_complete_code, help="Only these alerts.")
 @click.option("--skip", multiple=True, metavar="CODES", shell_complete=_complete_code, help="Not these alerts.")
 @click.pass_context
@@ -164,6 +188,10 @@ def command(
     on_alert: str | None,
     webhook: str | None,
     webhook_secret_env: str | None,
+    on_stall: Action | None,
+    on_stall_limit: int,
+    on_stall_cool_down_s: float,
+    on_stall_dry_run: bool,
     only: tuple[str, ...],
     skip: tuple[str, ...],
 ) -> None:
@@ -176,11 +204,13 @@ def command(
         pdctl watch                                              the dashboard; ? shows its keys
         pdctl watch --once || echo trouble                       for scripts
         pdctl watch --headless --exporter 127.0.0.1:9109         for a supervisor and Prometheus
+        pdctl watch --on-stall restart-writer-side               also act, within limits
         pdctl watch --replay incident.jsonl.gz --from 2:30       look at an incident again
 
     Exit codes: 0 when it is left by q or ends by itself; with --once and headless --replay 1 if there was a warning or
     worse; --once 3 if a host did not answer; 130 when interrupted, by SIGTERM too.
     """
+    from pdctl.watch.acting import ActingSettings
     from pdctl.watch.selection import select_codes
 
     headless = headless or as_json or once or not (sys.stdout.isatty() and sys.stdin.isatty())
@@ -193,6 +223,10 @@ def command(
         _refuse(ctx, _REPLAY_ONLY, "is for --replay")
     if once:
         _refuse(ctx, _NOT_ONCE, "has no effect with --once")
+    if on_stall is None:
+        _refuse(ctx, _ACTING, "is for --on-stall")
+    elif read_only:
+        raise click.UsageError("--on-stall acts, and --read-only forbids that: give one of them")
     if webhook_secret_env is not None and webhook is None:
         raise click.UsageError("--webhook-secret-env is for --webhook")
     wishes = _Wishes(
@@ -203,6 +237,9 @@ def command(
         exporter=exporter,
         wanted=select_codes(only, skip),
         make_sinks=_sink_maker(on_alert, webhook, webhook_secret_env),
+        acting=None
+        if on_stall is None
+        else ActingSettings(on_stall, on_stall_limit, on_stall_cool_down_s, on_stall_dry_run),
     )
     if replay is not None:
         given = ctx.get_parameter_source("file") is not ParameterSource.DEFAULT
@@ -260,7 +297,9 @@ def _sink_maker(
 
 
 def _live(plan: ClusterPlan, file: Path, interval_s: float, record: Path | None, wishes: _Wishes) -> int:
+    from pdctl.cli.watch_actions import ClusterActions
     from pdctl.hosts.fleet import Fleet
+    from pdctl.watch.acting_thread import ActingThread
     from pdctl.watch.book import Watchdog
     from pdctl.watch.poller import Poller
     from pdctl.watch.settings import settings_from_spec
@@ -279,14 +318,22 @@ def _live(plan: ClusterPlan, file: Path, interval_s: float, record: Path | None,
             update, where = stack.enter_context(_exporting(wishes.exporter, interval_s, sinks))
             listeners.append(update)
         listeners.append(sinks)
+        poller = Poller(plan, fleet, interval_s=interval_s, diagnose=_diagnose)
+        actions = ClusterActions(plan, file, fleet, read_only=wishes.read_only)
+        acting = None if wishes.acting is None else ActingThread(wishes.acting, actions.act, note=notes)
         source = LiveSource(
-            Poller(plan, fleet, interval_s=interval_s, diagnose=_diagnose),
+            poller,
             Watchdog(settings),
             interval_s=interval_s,
             listeners=listeners,
             wanted=wishes.wanted,
+            act=acting,
+            on_interval=poller.set_interval,
         )
         stack.callback(source.close)
+        if acting is not None:
+            # Before the hosts' connections are closed, which a restart that is under way still needs.
+            stack.callback(acting.close)
         if wishes.headless:
             hosts = len(plan.hosts)
             click.echo(
@@ -296,7 +343,7 @@ def _live(plan: ClusterPlan, file: Path, interval_s: float, record: Path | None,
             )
             _print_frames(source, wishes)
             return 0
-        return _dashboard(source, wishes, _actions(plan, file, fleet, wishes))
+        return _dashboard(source, wishes, actions)
 
 
 def _replay(
@@ -388,7 +435,9 @@ def _opened_now(frame: Frame) -> Frame:
 def _print_frames(source: SnapshotSource, wishes: _Wishes) -> int:
     """Print lines until the source ends. Returns 1 if there was a warning or worse."""
     from pdctl.watch import headless
+    from pdctl.watch.acting import action_json, action_words
     from pdctl.watch.tui.source import SourceClosed
+    from pdctl.watch.wording import timestamp
 
     code = 0
     beat_due = time.monotonic() + wishes.heartbeat_s
@@ -404,6 +453,11 @@ def _print_frames(source: SnapshotSource, wishes: _Wishes) -> int:
             else:
                 for line in headless.event_lines(event, frame.snapshot):
                     click.echo(_encodable(line))
+        for action in frame.actions:
+            if wishes.as_json:
+                click.echo(json.dumps(action_json(action, frame.snapshot)))
+            else:
+                click.echo(_encodable(f"{timestamp(frame.snapshot.unix)} {action_words(action)}"))
         if wishes.heartbeat_s and time.monotonic() >= beat_due - 0.05:
             # Frames come now and then, not at once; late beats are not made up for.
             beat_due = max(beat_due, time.monotonic() - 1.0) + wishes.heartbeat_s
@@ -424,7 +478,7 @@ def _dashboard(source: SnapshotSource, wishes: _Wishes, actions: Actions | None)
     from pdctl.cli.main import INTERRUPTED
     from pdctl.watch.tui.app import Dashboard
 
-    app = Dashboard(source, read_only=wishes.read_only, actions=actions)
+    app = Dashboard(source, read_only=wishes.read_only, actions=actions, encoding=sys.stdout.encoding)
 
     def leave(signal_number: int, frame: FrameType | None) -> None:
         # Not an exception in the middle of whatever runs: the application ends itself, and restores the terminal.
@@ -440,12 +494,6 @@ def _dashboard(source: SnapshotSource, wishes: _Wishes, actions: Actions | None)
     finally:
         signal.signal(signal.SIGTERM, before)
     return app.return_code or 0
-
-
-def _actions(plan: ClusterPlan, file: Path, fleet: Fleet, wishes: _Wishes) -> Actions:
-    from pdctl.cli.watch_actions import ClusterActions
-
-    return ClusterActions(plan, file, fleet, read_only=wishes.read_only)
 
 
 @contextmanager

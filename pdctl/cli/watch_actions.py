@@ -9,8 +9,12 @@ from typing import TYPE_CHECKING
 from pdctl.errors import PdctlError, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from pdctl.hosts.fleet import Fleet
     from pdctl.plan import ClusterPlan, InstancePlan
+    from pdctl.watch.acting import Decision
+    from pdctl.watch.acting_thread import Progress
 
 _LOG_LINES = 200
 
@@ -38,25 +42,27 @@ class ClusterActions:
         Raises:
             PdctlError: it did not come up, or another restart is running.
         """
-        self._refuse_if_read_only()
-        if not self._changing.acquire(blocking=False):
-            raise PdctlError("another restart is running", hint="wait for its end")
-        try:
-            return self._restart(instance)
-        finally:
-            self._changing.release()
+        return self._change(lambda: self._restart([instance]))
 
     def drain(self, instance: str) -> str:
-        """Not possible yet.
+        """Take an instance out of the router and wait, for two minutes at most, until it has nothing left to do.
 
         Raises:
-            PdctlError: always.
+            PdctlError: it is the last of its role, the router does not do it, or something else is being changed.
         """
-        self._refuse_if_read_only()
-        raise PdctlError(
-            f"{instance} cannot be drained: the router takes no instance out while it runs",
-            hint="take it out of the cluster file, then pdctl up --apply",
-        )
+        return self._change(lambda: self._drain(instance))
+
+    def act(self, decision: Decision, progress: Progress) -> str:
+        """Do what ``--on-stall`` decided; for :class:`~pdctl.watch.acting_thread.ActingThread`.
+
+        Raises:
+            PdctlError: it did not work, or a person is changing something from the dashboard.
+        """
+        if decision.action == "drain":
+            # The router's part is one request; waiting for the rest changes nothing.
+            progress.safe()
+            return self._change(lambda: "; ".join(self._drain(one, progress) for one in decision.instances))
+        return self._change(lambda: self._restart(decision.instances, progress))
 
     def logs(self, instance: str) -> str:
         """The last 200 lines of an instance's log.
@@ -92,18 +98,37 @@ class ClusterActions:
         lines = report(outcome, Style(100, glyphs_for("utf-8")))
         return "\n".join("".join(span.text for span in line).rstrip() for line in lines)
 
-    def _restart(self, name: str) -> str:
+    def _change(self, work: Callable[[], str]) -> str:
+        self._refuse_if_read_only()
+        if not self._changing.acquire(blocking=False):
+            raise PdctlError("another restart or drain is running", hint="wait for its end")
+        try:
+            return work()
+        finally:
+            self._changing.release()
+
+    def _drain(self, name: str, progress: Progress | None = None) -> str:
+        from pdctl.lifecycle.drain import drain
+
+        instance = self._instance(self._plan, name)
+        if progress is None:
+            return drain(self._plan, self._fleet, instance).words
+        return drain(self._plan, self._fleet, instance, say=progress.at).words
+
+    def _restart(self, names: Sequence[str], progress: Progress | None = None) -> str:
         from pdctl.cli.options import load_plan
         from pdctl.lifecycle.reporter import SilentReporter
         from pdctl.lifecycle.restart import restart
         from pdctl.lifecycle.up import UpOptions
 
         plan = load_plan(self._file, require_secrets=True)
-        result = restart(plan, self._fleet, SilentReporter(), [self._instance(plan, name)], UpOptions())
-        times = [one.ready_after_s for one in result.instances if one.plan.name == name and one.ready_after_s]
-        took = f" after {times[0]:.0f} s" if times else ""
+        reporter = SilentReporter() if progress is None else _Tells(progress)
+        result = restart(plan, self._fleet, reporter, [self._instance(plan, name) for name in names], UpOptions())
+        times = [one.ready_after_s for one in result.instances if one.plan.name in names and one.ready_after_s]
+        took = f" after {max(times):.0f} s" if times else ""
         changed = f"; {', '.join(result.changed)} run an older plan than the cluster file" if result.changed else ""
-        return f"{name} was restarted, and is ready{took}{changed}"
+        are = "was restarted, and is" if len(names) == 1 else "were restarted, and are"
+        return f"{' and '.join(names)} {are} ready{took}{changed}"
 
     def _refuse_if_read_only(self) -> None:
         if self._read_only:
@@ -115,6 +140,29 @@ class ClusterActions:
             if instance.name == name:
                 return instance
         raise UsageError(f"there is no instance {name!r} in the cluster file")
+
+
+class _Tells:
+    """A reporter of a restart that tells how far it is."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def step(self, text: str) -> None:
+        """A step begins."""
+        self._progress.at(text)
+
+    def progress(self, instance: str, phase: str, detail: str, elapsed_s: float) -> None:
+        """An instance boots. Only what has been started is followed, so that all of it now comes up by itself."""
+        del detail
+        self._progress.at(f"{instance} is {phase} for {elapsed_s:.0f} s")
+        self._progress.safe()
+
+    def note(self, text: str) -> None:
+        """Drop it."""
+
+    def warning(self, text: str) -> None:
+        """Drop it."""
 
 
 class _NoProgress:

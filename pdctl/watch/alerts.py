@@ -57,6 +57,7 @@ class Alert:
         duration_s: how long it has lasted, by the monotonic clock.
         open: False once it is over.
         folded: symptoms that have the same cause and are not shown by themselves.
+        unseen_s: since its symptom was last seen; 0 if it is there in this snapshot.
     """
 
     symptom: Symptom
@@ -64,6 +65,7 @@ class Alert:
     duration_s: float
     open: bool = True
     folded: tuple[Symptom, ...] = ()
+    unseen_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         """Stable keys, for JSON lines, hooks and webhooks."""

@@ -51,7 +51,8 @@ class _Open:
     told_severity: Severity = Severity.INFO
 
     def alert(self, now: float, *, is_open: bool = True) -> Alert:
-        return Alert(self.symptom, self.opened_unix, max(0.0, now - self.opened_at), is_open, self.folded)
+        lasted, unseen = max(0.0, now - self.opened_at), max(0.0, now - self.seen_at)
+        return Alert(self.symptom, self.opened_unix, lasted, is_open, self.folded, unseen)
 
 
 class History:
@@ -112,6 +113,7 @@ class Watchdog:
         # When an alert closed last, and how often it has come back.
         self._closed: OrderedDict[Identity, tuple[float, int]] = OrderedDict()
         self._last: Snapshot | None = None
+        self._interval_s = self._settings.interval_s
 
     def look(self, snapshot: Snapshot) -> tuple[list[Alert], list[AlertEvent]]:
         """Judge the next snapshot.
@@ -127,6 +129,9 @@ class Watchdog:
             at = self._last.at
             events += [AlertEvent("closed", one.alert(at, is_open=False)) for one in self._open.values()]
             self._begin()
+        elif self._last is not None:
+            # The pace may have been changed since.
+            self._interval_s = max(self._settings.interval_s, snapshot.at - self._last.at)
         self._last = snapshot
         self._history.add(snapshot)
         groups = _grouped(find_symptoms(self._history.snapshots, self._settings), self._open)
@@ -247,7 +252,7 @@ class Watchdog:
         """Whether a side of it cannot be read, so that nobody knows whether it is over."""
         if snapshot.at - one.seen_at > self._settings.blind_hold_s or one.symptom.code[0] == "E":
             return False
-        limit = max(self._settings.stale_intervals, 1.5) * self._settings.interval_s
+        limit = max(self._settings.stale_intervals, 1.5) * self._interval_s
         for name in one.symptom.instances:
             instance = snapshot.instance(name)
             if instance is not None and any(rank.age_s is None or rank.age_s > limit for rank in instance.ranks):

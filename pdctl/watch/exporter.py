@@ -56,8 +56,8 @@ METRICS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "pdctl_writer_op_age_seconds": ("gauge", (*_RANK, "op"), "seconds that the present NIXL call runs"),
     "pdctl_writer_loops": ("counter", _RANK, "rounds of the writer"),
     "pdctl_writer_errors": ("counter", _RANK, "exceptions that the writer survived"),
-    "pdctl_transfers_inflight": ("gauge", _RANK, "transfers in flight"),
-    "pdctl_transfer_oldest_seconds": ("gauge", _RANK, "how long the oldest transfer is in its stage"),
+    "pdctl_transfers_inflight": ("gauge", (*_RANK, "side", "stage"), "transfers in flight"),
+    "pdctl_transfer_oldest_seconds": ("gauge", (*_RANK, "side", "stage"), "age of the oldest transfer in the stage"),
     "pdctl_transfers": ("counter", (*_RANK, "side", "outcome"), "transfers that ended"),
     "pdctl_descriptors": ("counter", (*_RANK, "state"), "NIXL descriptors of WRITEs"),
     "pdctl_transfer_bytes": ("counter", _RANK, "bytes of WRITEs"),
@@ -79,6 +79,7 @@ METRICS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "pdctl_watch_last_poll_timestamp_seconds": ("gauge", ("cluster",), "when the last poll ended"),
     "pdctl_watch_age_seconds": ("gauge", ("cluster",), "since the last poll ended"),
     "pdctl_watch_transfers_dropped": ("gauge", ("cluster",), "transfers in flight beyond what a snapshot holds"),
+    "pdctl_watch_actions": ("counter", ("cluster", "action", "outcome"), "what --on-stall did, or refused"),
     "pdctl_watch_sink_events": ("counter", ("sink", "result"), "alerts given to hooks and webhooks"),
 }
 """Every metric, as Prometheus' client names it: a counter is exported with ``_total`` behind its name."""
@@ -109,6 +110,7 @@ class ClusterCollector(Collector):
         self._polls = 0
         self._errors = 0
         self._events: Counter[tuple[str, str]] = Counter()
+        self._actions: Counter[tuple[str, str]] = Counter()
 
     def update(self, frame: Frame) -> None:
         """Take the next frame. Every frame must be given, since their events are counted."""
@@ -118,6 +120,7 @@ class ClusterCollector(Collector):
             self._polls += 1
             self._errors += frame.snapshot.poll_errors
             self._events.update((event.alert.symptom.code, event.kind) for event in frame.events)
+            self._actions.update((event.action, event.outcome) for event in frame.actions)
 
     @property
     def age_s(self) -> float | None:
@@ -134,6 +137,7 @@ class ClusterCollector(Collector):
                 samples.add("pdctl_watch_sink_events", count, sink, result)
         with self._lock:
             frame, polls, errors, events = self._frame, self._polls, self._errors, dict(self._events)
+            actions = dict(self._actions)
             age_s = self._clock() - self._at
         if frame is not None:
             cluster = frame.snapshot.cluster
@@ -142,6 +146,8 @@ class ClusterCollector(Collector):
             samples.add("pdctl_watch_age_seconds", age_s, cluster)
             for (code, kind), count in events.items():
                 samples.add("pdctl_alert_events", count, cluster, code, kind)
+            for (action, outcome), count in actions.items():
+                samples.add("pdctl_watch_actions", count, cluster, action, outcome)
             _add_snapshot(samples, frame.snapshot)
             _add_alerts(samples, frame)
         return samples.families()
@@ -260,8 +266,8 @@ def _add_rank(samples: _Samples, labels: Sequence[str], rank: RankView) -> None:
         samples.add("pdctl_writer_op_age_seconds", rank.operation_age_s, *labels, rank.operation)
     samples.add("pdctl_writer_loops", rank.loops, *labels)
     samples.add("pdctl_writer_errors", rank.errors, *labels)
-    samples.add("pdctl_transfers_inflight", rank.inflight, *labels)
-    samples.add("pdctl_transfer_oldest_seconds", rank.oldest_s, *labels)
+    samples.add_many("pdctl_transfers_inflight", rank.stages_inflight, *labels, parts=2)
+    samples.add_many("pdctl_transfer_oldest_seconds", rank.stages_oldest_s, *labels, parts=2)
     samples.add_many("pdctl_transfers", rank.outcomes, *labels, parts=2)
     samples.add_many("pdctl_descriptors", rank.descriptors, *labels)
     samples.add("pdctl_transfer_bytes", rank.posted_bytes, *labels)

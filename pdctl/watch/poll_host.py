@@ -84,9 +84,18 @@ class HostWatch:
         self._conversation: Conversation | None = None
         self._thread = threading.Thread(target=self._run, name=f"watch {name}", daemon=True)
 
+    @property
+    def name(self) -> str:
+        """Of the host."""
+        return self._name
+
     def start(self) -> None:
         """Begin."""
         self._thread.start()
+
+    def ask(self, request: Mapping[str, Any]) -> None:
+        """Look at other things, or at another pace, within a second or two: by another script."""
+        self._request = request
 
     def close(self) -> None:
         """End the script. Its end is not waited for; again is fine."""
@@ -118,7 +127,7 @@ class HostWatch:
                 self._fail(f"{self._name}: the connection failed in a way that is a bug of pdctl: {error!r}")
             else:
                 if lines:
-                    # Its time was over; the next one begins.
+                    # Its time was over, or it is asked for something else; the next one begins.
                     continue
             failures += 1
             self._stop.wait(self._delay(failures, random.random()))  # noqa: S311
@@ -129,10 +138,13 @@ class HostWatch:
 
     def _lines(self) -> Iterator[None]:
         """Yield for each line, until it is time for another script."""
-        conversation = self._open()
+        request = self._request
+        conversation = self._open(request)
         try:
             begun = heard = signed = time.monotonic()
             while not self._stop.is_set() and time.monotonic() - begun < _LIFETIME_S - 60:
+                if self._request is not request:
+                    return
                 if time.monotonic() - signed >= _SIGN_S:
                     conversation.send({}, timeout_s=_SIGN_S)
                     signed = time.monotonic()
@@ -154,7 +166,7 @@ class HostWatch:
                 self._conversation = None
             conversation.close()
 
-    def _open(self) -> Conversation:
+    def _open(self, request: Mapping[str, Any]) -> Conversation:
         with self._slots:
             conversation = talk(
                 self._find(self._name),
@@ -170,5 +182,5 @@ class HostWatch:
         if self._stop.is_set():
             self.close()
         self._sink.connected(self._name)
-        conversation.send(self._request, timeout_s=_SEND_S)
+        conversation.send(request, timeout_s=_SEND_S)
         return conversation

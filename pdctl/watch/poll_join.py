@@ -115,6 +115,7 @@ def side_record(record: Record, now: float) -> SideRecord:
         blocks=record.blocks,
         descriptors=record.descriptors,
         bytes=record.bytes,
+        ended_s=max(0.0, now - record.begun_at - record.age_s) if record.outcome else None,
     )
 
 

@@ -25,6 +25,8 @@ FAILED_TRANSFERS = "vllm:nixl_num_failed_transfers_total"
 DESCRIPTORS = "pdctl_descriptors_total"
 POSTED_BYTES = "pdctl_transfer_bytes_total"
 NOTIFICATIONS = "pdctl_notifications_total"
+INFLIGHT = "pdctl_transfers_inflight"
+OLDEST = "pdctl_transfer_oldest_seconds"
 STAGE_SECONDS = "pdctl_transfer_stage_seconds_bucket"
 ROUTED = ("vllm_router_pd_requests_total", "vllm_router_requests_total")
 """The router's counts of requests; the first that it has is taken."""
@@ -44,6 +46,8 @@ WANTED: dict[str, dict[str, list[str]]] = {
         DESCRIPTORS: ["sum", "state"],
         POSTED_BYTES: ["sum"],
         NOTIFICATIONS: ["sum", "kind", "direction", "result"],
+        INFLIGHT: ["sum", "side", "stage"],
+        OLDEST: ["max", "side", "stage"],
         STAGE_SECONDS: ["sum", "side", "stage", "le"],
     },
 }

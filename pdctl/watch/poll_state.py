@@ -125,6 +125,10 @@ class ClusterState:
         self._stages: dict[str, Window] = {}
         self._cluster = {name: Window(window_s) for name in (wanted.TTFT, wanted.TPOT)}
 
+    def set_interval(self, interval_s: float) -> None:
+        """Lines come at another pace from now on."""
+        self._silent_s = max(3.0, 3 * interval_s)
+
     # What comes in.
 
     def lost(self, host: str, error: str) -> None:
@@ -401,6 +405,8 @@ class ClusterState:
             bytes_per_s=_fresh(rank.bytes.value, rank.metrics, at),
             descriptors=_labelled(metrics, wanted.DESCRIPTORS),
             notifications=_labelled(metrics, wanted.NOTIFICATIONS),
+            stages_inflight=_labelled(metrics, wanted.INFLIGHT),
+            stages_oldest_s=_by_labels(metrics, wanted.OLDEST),
             process=cast("Process", word) if word in _PROCESSES else None,
             unlisted=rank.unlisted,
         )
@@ -521,8 +527,12 @@ def _buckets(samples: Mapping[str, float], metric: str) -> dict[str, dict[float,
 
 
 def _labelled(samples: Mapping[str, float], metric: str) -> dict[str, int]:
+    return {key: round(value) for key, value in _by_labels(samples, metric).items()}
+
+
+def _by_labels(samples: Mapping[str, float], metric: str) -> dict[str, float]:
     start = metric + "|"
-    return {key[len(start) :].replace("|", "/"): round(v) for key, v in samples.items() if key.startswith(start)}
+    return {key[len(start) :].replace("|", "/"): value for key, value in samples.items() if key.startswith(start)}
 
 
 def _fresh(value: float | None, reading: _Reading, at: float) -> float | None:

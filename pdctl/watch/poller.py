@@ -51,6 +51,7 @@ class Poller:
         diagnose: Diagnose | None = None,
         first_wait_s: float = FIRST_WAIT_S,
     ) -> None:
+        self._plan = plan
         self._clock = clock
         self._first_wait_s = first_wait_s
         self._state = ClusterState(plan, interval_s=interval_s, window_s=window_s, diagnose=diagnose)
@@ -84,6 +85,13 @@ class Poller:
             snapshot = self._state.snapshot(at=self._clock(), unix=time.time(), tick=self._tick)
         self._tick += 1
         return replace(snapshot, poll_s=time.monotonic() - started)
+
+    def set_interval(self, interval_s: float) -> None:
+        """Have every host look at its instances at another pace from now on."""
+        with self._changed:
+            self._state.set_interval(interval_s)
+        for host in self._hosts:
+            host.ask(host_request(self._plan, host.name, interval_s=interval_s))
 
     def close(self) -> None:
         """End what runs on the hosts, and the connections' threads. Takes a bounded time; again is fine."""

@@ -52,6 +52,8 @@ class WatchSettings:
         late_share: and they must be this share of the transfers that ended.
         pair_failures: so many transfers of a pair must have failed, and none succeeded, for the pair to be broken.
         window_s: counters are compared over this long.
+        trust_ended_ages: take a host's wall clock for how long ago a transfer ended. It may have been set meanwhile, so
+            a watch that sees it end itself does not; a single look has nothing else.
         open_ticks: a symptom opens an alert when it is seen in so many snapshots in a row. 1 for a single look.
         close_ticks: an alert closes when its symptom is gone in so many snapshots in a row.
         flap_window_s: an alert that comes back within this long after it closed is flapping.
@@ -87,6 +89,7 @@ class WatchSettings:
     late_share: float = 0.05
     pair_failures: int = 3
     window_s: float = 60.0
+    trust_ended_ages: bool = False
     open_ticks: int = 2
     close_ticks: int = 2
     flap_window_s: float = 120.0
@@ -112,7 +115,7 @@ class WatchSettings:
 
     def for_one_look(self) -> WatchSettings:
         """The same for a single look, where nothing can be seen twice."""
-        return replace(self, open_ticks=1)
+        return replace(self, open_ticks=1, trust_ended_ages=True)
 
 
 def settings_from_spec(spec: ClusterSpec) -> WatchSettings:

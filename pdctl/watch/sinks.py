@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from pdctl.watch.acting import action_json
 from pdctl.watch.headless import event_json
 from pdctl.watch.tui.source import Frame
 
@@ -131,9 +132,12 @@ class Sinks:
         self._sinks = tuple(sinks)
 
     def __call__(self, frame: Frame) -> None:
-        """Offer every event of a frame to every sink."""
-        for event in frame.events if self._sinks else ():
-            values = event_json(event, frame.snapshot)
+        """Offer every event and every action of a frame to every sink."""
+        if not self._sinks:
+            return
+        told = [event_json(event, frame.snapshot) for event in frame.events]
+        told += [action_json(event, frame.snapshot) for event in frame.actions]
+        for values in told:
             for sink in self._sinks:
                 sink.offer(values)
 

@@ -51,6 +51,8 @@ class RankView:
         notifications: totals by ``kind/direction/result``.
         unlisted: transfers in flight beyond those that it listed. While there are any, that a transfer has no record
             of this rank says nothing.
+        stages_inflight: transfers in flight by ``side/stage``; of its metrics, which are read less often.
+        stages_oldest_s: how long the oldest of each is in its stage.
     """
 
     rank: int
@@ -75,6 +77,8 @@ class RankView:
     notifications: Mapping[str, int] = field(default_factory=dict)
     process: Process | None = None
     unlisted: int = 0
+    stages_inflight: Mapping[str, int] = field(default_factory=dict)
+    stages_oldest_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -177,6 +181,7 @@ class SideRecord:
         stage_age_s: since it reached its stage, at the time of the snapshot.
         stages: seconds from its first stage to each stage.
         peer: engine id of the other side.
+        ended_s: since it ended, by its host's clock alone; None in flight, or if that is not known.
     """
 
     instance: str
@@ -196,6 +201,7 @@ class SideRecord:
     blocks: int = 0
     descriptors: int = 0
     bytes: int = 0
+    ended_s: float | None = None
 
 
 @dataclass(frozen=True)

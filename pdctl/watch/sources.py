@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from pdctl.watch.acting import ActionEvent
 from pdctl.watch.alerts import Alert, AlertEvent
 from pdctl.watch.snapshot import Snapshot
 from pdctl.watch.tui.source import Frame, ReplayPosition, SourceClosed
@@ -69,6 +70,8 @@ class LiveSource:
         interval_s: from the beginning of one poll to that of the next.
         listeners: called with every frame, in the polling thread, and so must never wait.
         wanted: whether alerts of a code are wanted.
+        act: goes over every frame before anybody sees it; must never wait.
+        on_interval: told when the pace is changed; must never wait.
     """
 
     def __init__(
@@ -79,15 +82,20 @@ class LiveSource:
         interval_s: float = 1.0,
         listeners: Sequence[Listener] = (),
         wanted: CodeFilter = any_code,
+        act: Callable[[Frame], Frame] | None = None,
+        on_interval: Callable[[float], None] | None = None,
     ) -> None:
         self._poller = poller
         self._watchdog = watchdog
         self._interval_s = interval_s
         self._listeners = tuple(listeners)
         self._wanted = wanted
+        self._act = act
+        self._on_interval = on_interval
         self._changed = threading.Condition()
         self._frame: Frame | None = None
         self._events: list[AlertEvent] = []
+        self._actions: list[ActionEvent] = []
         self._error: BaseException | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -103,6 +111,8 @@ class LiveSource:
         with self._changed:
             self._interval_s = min(max(interval_s, FASTEST_INTERVAL_S), SLOWEST_INTERVAL_S)
             self._changed.notify_all()
+        if self._on_interval is not None:
+            self._on_interval(self._interval_s)
 
     def next(self) -> Frame:
         """Wait for a frame that was not given yet, and give it with all events since the one before.
@@ -116,7 +126,8 @@ class LiveSource:
             if self._frame is not None and not self._closed:
                 frame, self._frame = self._frame, None
                 events, self._events = tuple(self._events), []
-                return replace(frame, events=events)
+                actions, self._actions = tuple(self._actions), []
+                return replace(frame, events=events, actions=actions)
             if self._error is not None and not self._closed:
                 raise self._error
             raise SourceClosed
@@ -139,11 +150,14 @@ class LiveSource:
                 frame = make_frame(self._poller.poll(), self._watchdog, self._wanted)
                 if self._closed:
                     return
+                if self._act is not None:
+                    frame = self._act(frame)
                 for listener in self._listeners:
                     listener(frame)
                 with self._changed:
                     self._frame = frame
                     self._events = [*self._events, *frame.events][-_EVENTS_LIMIT:]
+                    self._actions = [*self._actions, *frame.actions][-_EVENTS_LIMIT:]
                     self._changed.notify_all()
                     # A poll that took longer than its interval is not caught up with.
                     due = max(due, began - self._interval_s)

@@ -6,10 +6,8 @@ One cluster for the whole file (booting takes most of a minute); the tests run i
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
-import signal
 import subprocess
 import time
 import urllib.request
@@ -150,8 +148,11 @@ def test_a_changed_plan_is_reported_and_left_alone(up: dict, ssh_cluster: Cluste
     assert next(i for i in status["instances"] if i["name"] == "decode-0")["plan_changed"]
 
 
-def test_a_bench_of_which_an_instance_dies_keeps_what_it_has(up: dict, ssh_cluster: Cluster, tmp_path: Path) -> None:
-    pid = next(i["pid"] for i in ssh_cluster.pdctl("status", "--json").json()["instances"] if i["name"] == "decode-0")
+def test_a_bench_of_which_an_instance_dies_keeps_what_it_has(
+    up: dict, ssh_cluster: Cluster, testbed, tmp_path: Path
+) -> None:
+    instances = ssh_cluster.pdctl("status", "--json").json()["instances"]
+    decode = next(instance for instance in instances if instance["name"] == "decode-0")
     out = tmp_path / "out"
     words = ("bench", "run", "--prompt-tokens", "128", "--output-tokens", "8", "--concurrency", "2", "--requests", "12")
     bench = subprocess.Popen(
@@ -166,7 +167,8 @@ def test_a_bench_of_which_an_instance_dies_keeps_what_it_has(up: dict, ssh_clust
         deadline = time.monotonic() + 200
         while time.monotonic() < deadline and not (out / "results.json").exists() and bench.poll() is None:
             time.sleep(0.05)
-        os.kill(pid, signal.SIGKILL)
+        # A host has process ids of its own.
+        testbed.call("exec", decode["host"], "kill", "-9", str(decode["pid"]))
         said, _ = bench.communicate(timeout=200)
     finally:
         bench.kill()

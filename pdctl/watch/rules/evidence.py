@@ -177,7 +177,17 @@ class Evidence:
             if not any(one.attempt == waiting.attempt and not one.outcome for one in seen.decode):
                 break
             since = snapshot.at - max(record.reading_age_s for record in seen.prefill)
-        return 0.0 if since is None else max(0.0, self.now.at - waiting.reading_age_s - since)
+        if since is None:
+            return 0.0
+        known = max(0.0, self.now.at - waiting.reading_age_s - since)
+        return max(known, self._told_ended_s(transfer, waiting)) if self.settings.trust_ended_ages else known
+
+    @staticmethod
+    def _told_ended_s(transfer: TransferView, waiting: SideRecord) -> float:
+        """The same by what ledgers tell of times before the first snapshot: as of the older of the readings."""
+        ended = [-1.0 if one.ended_s is None else one.ended_s - one.reading_age_s for one in transfer.prefill]
+        waited = waiting.stage_age_s - waiting.reading_age_s
+        return max(0.0, min(*ended, waited) - waiting.reading_age_s)
 
     # What grew.
 

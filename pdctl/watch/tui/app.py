@@ -10,12 +10,15 @@ from typing import ClassVar
 from textual import events, on
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
+from textual.filter import LineFilter
 from textual.screen import ModalScreen
 from textual.widgets import Footer, Input
 
+from pdctl.watch.acting import action_words
 from pdctl.watch.snapshot import InstanceView, TransferView
 from pdctl.watch.tui import details, targets
 from pdctl.watch.tui import format as show
+from pdctl.watch.tui.ascii_only import AsciiOnly, shows_unicode
 from pdctl.watch.tui.details_pane import DetailsPane
 from pdctl.watch.tui.dialogs import ConfirmDialog, Prompt, TextDialog, plain_lines
 from pdctl.watch.tui.feed import Feed, explain
@@ -23,14 +26,16 @@ from pdctl.watch.tui.format import Cell, Line
 from pdctl.watch.tui.help import help_lines
 from pdctl.watch.tui.place import PANES, Area, Box, PaneName, boxes
 from pdctl.watch.tui.rows import Order, RateHistory, Row, View, chosen_rows, known_sum, make_rows, sortable
-from pdctl.watch.tui.source import Actions, Frame, ReplaySource, SnapshotSource
+from pdctl.watch.tui.source import Actions, Frame, PacedSource, ReplaySource, SnapshotSource
 from pdctl.watch.tui.summary import Status
 from pdctl.watch.tui.table import Body, Pane, PaneTitle, RowTable
 from pdctl.watch.tui.theme import THEME
 from pdctl.watch.tui.topbar import TopBar
 
 PACES_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Seconds between two drawings; 0 draws every frame."""
+"""Seconds between two drawings; 0 draws every frame. For a source whose own pace cannot be changed."""
+POLLS_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+"""Seconds between two polls of a source whose pace can be changed."""
 SPEEDS = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Of a replay."""
 OVERDUE_S = 3.0
@@ -50,6 +55,7 @@ class Dashboard(App[None]):
         read_only: whether restart and drain are off.
         actions: what may be done; None where nothing can be, as in a replay.
         clock: monotonic seconds, for the age of what is shown.
+        encoding: of the terminal; signs that it cannot show are drawn in ASCII.
     """
 
     CSS_PATH = "dashboard.tcss"
@@ -91,8 +97,10 @@ class Dashboard(App[None]):
         read_only: bool,
         actions: Actions | None,
         clock: Callable[[], float] = time.monotonic,
+        encoding: str | None = "utf-8",
     ) -> None:
         super().__init__()
+        self._ascii = [] if shows_unicode(encoding) else [AsciiOnly()]
         self.register_theme(THEME)
         self.theme = THEME.name
         # Shown figures must stand still while they are read, and a slow link must not be kept busy.
@@ -172,13 +180,17 @@ class Dashboard(App[None]):
             retry_s=max(0.0, self._retry_at - now),
             ended=self._ended,
             read_only=self._read_only,
-            pace_s=self._pace_s,
+            pace_s=self._source.interval_s if isinstance(self._source, PacedSource) else self._pace_s,
             view=self._view_words(),
         )
 
     def table(self, pane: PaneName) -> RowTable:
         """The table of a pane."""
         return self._panes[pane].table
+
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        """What goes over all that is drawn."""
+        return [*super().get_line_filters(), *self._ascii]
 
     # --- life
 
@@ -256,6 +268,9 @@ class Dashboard(App[None]):
             self._interval_s = max(0.0, min(60.0, frame.snapshot.at - self._latest.snapshot.at))
         self._latest, self._latest_at = frame, now
         self._source_error = ""
+        for event in frame.actions:
+            level = {"failed": "error", "done": "information"}.get(event.outcome, "warning")
+            self._say(show.clean(action_words(event), 600), level)
         self._history.add(frame.snapshot)
         soon = self._drawn_at is not None and now - self._drawn_at < self._pace_s and frame.replay is None
         if not self._paused and not soon:
@@ -491,17 +506,33 @@ class Dashboard(App[None]):
             self._draw_latest()
 
     def action_faster(self, step: int) -> None:
-        """Draw more or less often; a replay plays faster or slower."""
+        """Poll more or less often; a replay plays faster or slower."""
         replay = self._replay()
         if replay is not None and self._shown is not None and self._shown.replay is not None:
             speed = self._shown.replay.speed
             place = min(range(len(SPEEDS)), key=lambda index: abs(SPEEDS[index] - speed))
             replay.set_speed(SPEEDS[max(0, min(len(SPEEDS) - 1, place + step))])
             return
+        if isinstance(self._source, PacedSource):
+            self._poll_at(self._source, step)
+            return
         place = PACES_S.index(self._pace_s) - step
         self._pace_s = PACES_S[max(0, min(len(PACES_S) - 1, place))]
         self._show_top()
         self._say(f"draws every {self._pace_s:g} s" if self._pace_s else "draws every poll")
+
+    def _poll_at(self, source: PacedSource, step: int) -> None:
+        """The next pace that is faster, or slower, than the present one, which may be any."""
+        now = source.interval_s
+        faster = [pace for pace in POLLS_S if pace < now]
+        slower = [pace for pace in POLLS_S if pace > now]
+        chosen = faster[-1:] if step > 0 else slower[:1]
+        if chosen:
+            source.set_interval(chosen[0])
+            # Until it comes at its new pace, the next frame may be as late as the slower one.
+            self._interval_s = max(self._interval_s, chosen[0])
+        self._show_top()
+        self._say(f"polls every {source.interval_s:g} s" + ("" if chosen else ": that is the limit"))
 
     def action_prompt(self, kind: str) -> None:
         """Begin to type a filter or a command."""

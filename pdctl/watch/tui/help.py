@@ -19,7 +19,7 @@ KEYS: tuple[tuple[str, str], ...] = (
     ("l", "log of the instance; r reads it again"),
     ("p", "pause drawing; polling, alerts and recording go on"),
     ("d", "doctor for the pair of prefill and decode that the row is about"),
-    ("+  -", "draw more often, less often; of a replay: play faster, slower"),
+    ("+  -", "poll more often, less often; of a replay: play faster, slower"),
 )
 ACTING: tuple[tuple[str, str], ...] = (
     ("R", "restart the instance"),

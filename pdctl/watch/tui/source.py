@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from pdctl.watch.acting import ActionEvent
 from pdctl.watch.alerts import Alert, AlertEvent
 from pdctl.watch.snapshot import Snapshot
 
@@ -35,12 +36,16 @@ class Frame:
         alerts: open ones, as of this snapshot.
         events: what changed since the frame before.
         replay: None for a live source.
+        actions: what ``--on-stall`` did, or refused, since the frame before.
+        acting: what it does now, in words; empty without it.
     """
 
     snapshot: Snapshot
     alerts: tuple[Alert, ...] = ()
     events: tuple[AlertEvent, ...] = ()
     replay: ReplayPosition | None = None
+    actions: tuple[ActionEvent, ...] = ()
+    acting: str = ""
 
 
 class SourceClosed(Exception):
@@ -77,6 +82,18 @@ class ReplaySource(Protocol):
 
     def set_speed(self, speed: float) -> None:
         """How many times as fast as it was recorded it plays."""
+
+
+@runtime_checkable
+class PacedSource(Protocol):
+    """A source whose pace can be changed."""
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds from one poll to the next."""
+
+    def set_interval(self, interval_s: float) -> None:
+        """Poll at another pace from now on."""
 
 
 class Actions(Protocol):

@@ -95,6 +95,7 @@ def top_lines(frame: Frame | None, status: Status, width: int) -> list[Line]:
         Cell(f"TTFT {show.percentiles(snapshot.ttft if snapshot else None)}"),
         Cell(f"TPOT {show.percentiles(snapshot.tpot if snapshot else None)}"),
         Cell(show.clock_time(snapshot.unix) if snapshot else "", "dim"),
+        Cell(show.clean(frame.acting) if frame is not None else "", "accent"),
         Cell(status.view, "accent"),
         Cell(f"{snapshot.poll_errors} readings failed" if snapshot and snapshot.poll_errors else "", "warn"),
     ]

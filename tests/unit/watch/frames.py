@@ -27,6 +27,8 @@ RANK = RankView(
     posted_bytes=4096,
     descriptors={"posted": 24, "completed": 24, "failed": 0},
     notifications={"REG/received/accepted": 8},
+    stages_inflight={"prefill/posted": 1, "prefill/ready": 0},
+    stages_oldest_s={"prefill/posted": 0.5, "prefill/ready": 0.0},
 )
 PREFILL = InstanceView(
     name="prefill-0",
@@ -139,6 +141,9 @@ class ScriptedPoller:
         if tick == self.raise_at:
             raise ZeroDivisionError("a bug")
         return replace(SNAPSHOT, at=100.0 + tick, tick=tick)
+
+    def set_interval(self, interval_s: float) -> None:
+        self.interval_s = interval_s
 
     def close(self) -> None:
         self.closed.set()

@@ -10,6 +10,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdctl.errors import UsageError
+from pdctl.watch.acting import ActionEvent, Because
 from pdctl.watch.exporter import LABEL_LIMIT, METRICS, VALUES_LIMIT, ClusterCollector, exported_names, make_registry
 from pdctl.watch.exporter_server import CLIENTS_LIMIT, ExporterServer, parse_address
 from pdctl.watch.snapshot import HostView, Percentiles
@@ -38,6 +39,9 @@ def test_a_scrape_has_the_metrics_of_ranks_with_their_labels() -> None:
     samples = scrape(frame(alert(), alert(NOTE)))
     assert values(samples, "pdctl_writer_alive", **RANK_LABELS) == [1]
     assert values(samples, "pdctl_writer_op_age_seconds", **RANK_LABELS, op="transfer") == [0.004]
+    stage = {**RANK_LABELS, "side": "prefill", "stage": "posted"}
+    assert values(samples, "pdctl_transfers_inflight", **stage) == [1]
+    assert values(samples, "pdctl_transfer_oldest_seconds", **stage) == [0.5]
     assert values(samples, "pdctl_transfers_total", **RANK_LABELS, side="prefill", outcome="completed") == [7]
     assert values(samples, "pdctl_descriptors_total", **RANK_LABELS, state="posted") == [24]
     assert values(samples, "pdctl_transfer_bytes_total", **RANK_LABELS) == [4096]
@@ -73,7 +77,7 @@ def test_what_was_not_read_is_absent_and_never_zero() -> None:
     assert about_rank == {"pdctl_rank_up", "pdctl_reading_age_seconds"}
     never = scrape(with_rank(replace(RANK, age_s=None, error="refused")))
     assert values(never, "pdctl_reading_age_seconds") == []
-    unsaid = scrape(with_rank(replace(RANK, writer="", inflight=None, operation="", posted_bytes=None)))
+    unsaid = scrape(with_rank(replace(RANK, writer="", operation="", posted_bytes=None, stages_inflight={})))
     names = {s.name for s in unsaid}
     assert not names & {
         "pdctl_writer_alive", "pdctl_writer_state", "pdctl_transfers_inflight", "pdctl_writer_op_age_seconds",
@@ -163,8 +167,11 @@ def test_only_metrics_of_the_list_are_exported_and_all_can_be() -> None:
         instances=(replace(PREFILL, tpot=Percentiles(1, 2, 3)),),
         hosts=(HostView("h1", 0.1, "", 1.0, 2.0, {"efa0": {"rdma_write_bytes": 5.0}}, 0.5, 10),),
     )
-    samples = scrape(frame(alert(), snapshot=full), sink_counts=lambda: {"on-alert": {"failed": 1}})
+    acted = ActionEvent("drain", ("prefill-0",), Because("W002", "stuck", "prefill-0"), "refused")
+    shown = replace(frame(alert(), snapshot=full), actions=(acted,))
+    samples = scrape(shown, shown, sink_counts=lambda: {"on-alert": {"failed": 1}})
     assert {s.name for s in samples} == exported_names()
+    assert values(samples, "pdctl_watch_actions_total", action="drain", outcome="refused") == [2]
     assert all(re.fullmatch(r"pdctl_[a-z0-9_]+", name) for name in METRICS)
 
 

@@ -104,6 +104,16 @@ def test_a_cluster_is_seen_whole_at_the_first_poll(servers: Servers) -> None:
     assert (snapshot.tick, snapshot.hosts[0].error) == (0, "")
 
 
+def test_the_hosts_take_another_pace(servers: Servers) -> None:
+    plan = local_plan()
+    serve_plan(servers, plan)
+    with Fleet(plan.spec) as fleet, Poller(plan, fleet, interval_s=600.0) as poller:
+        first = rank_of(poller.poll(), "prefill-0").loops
+        poller.set_interval(0.2)
+        assert first is not None
+        until(poller, lambda snapshot: (rank_of(snapshot, "prefill-0").loops or 0) >= first + 3)
+
+
 @pytest.mark.slow
 def test_ranks_that_misbehave_hold_up_nobody(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdctl.watch.poll_request.READING_TIMEOUT_S", 0.8)

@@ -119,6 +119,17 @@ class TestReadingsOfDifferentMoments:
         assert codes(*history[:5]) == []
         assert codes(*history) == ["T003"]
 
+    def test_a_single_look_takes_the_ledgers_word_for_when_it_ended(self) -> None:
+        def look(ended_s: float | None, outcome: str = "completed", waited_s: float = 30.0) -> list[str]:
+            over = replace(record("prefill-0", "posted", 0.03, outcome), ended_s=ended_s)
+            one = transfer("key-1", over, record("decode-0", "registered", waited_s))
+            return codes(snapshot(1, [one]), **vars(WatchSettings().for_one_look()))
+
+        assert look(30.0) == ["T003"]
+        assert look(30.0, "failed") == ["T004"]
+        # Neither what has just ended, nor what decode has just begun to wait for again, nor what is not known.
+        assert look(3.0) == look(None) == look(30.0, waited_s=3.0) == []
+
     def test_a_new_attempt_of_decode_waits_anew(self) -> None:
         def at(tick: int, attempt: int) -> Snapshot:
             return snapshot(

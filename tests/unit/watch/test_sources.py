@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
+from pdctl.watch.acting import ActionEvent, Because
 from pdctl.watch.sources import LiveSource, RecordedSource
 from pdctl.watch.tui.source import Frame, ReplaySource, SourceClosed
 from tests.unit.watch.frames import ScriptedPoller, ScriptedWatchdog, snapshots
@@ -88,7 +90,8 @@ def test_closing_ends_a_reader_and_the_thread_even_if_a_poll_hangs() -> None:
 
 def test_the_pace_can_be_changed_while_it_waits() -> None:
     poller = ScriptedPoller()
-    source = LiveSource(poller, ScriptedWatchdog(), interval_s=3600)
+    asked: list[float] = []
+    source = LiveSource(poller, ScriptedWatchdog(), interval_s=3600, on_interval=asked.append)
     try:
         source.next()
         source.set_interval(0.0)
@@ -96,6 +99,28 @@ def test_the_pace_can_be_changed_while_it_waits() -> None:
         assert source.next().snapshot.tick == 1
         source.set_interval(1e9)
         assert source.interval_s == 3600
+        assert asked == [0.1, 3600]
+    finally:
+        source.close()
+
+
+def test_what_goes_over_the_frames_is_before_everybody_and_no_action_is_lost() -> None:
+    event = ActionEvent("drain", ("prefill-0",), Because("W002", "stuck", "prefill-0"), "begun")
+    heard: list[int] = []
+    source = LiveSource(
+        ScriptedPoller(),
+        ScriptedWatchdog(),
+        interval_s=0.01,
+        listeners=[lambda frame: heard.append(len(frame.actions))],
+        act=lambda frame: replace(frame, actions=(event,)),
+    )
+    try:
+        until = time.monotonic() + 20
+        while len(heard) < 5 and time.monotonic() < until:
+            time.sleep(0.01)
+        # Frames that nobody took are skipped, their actions are not.
+        assert len(source.next().actions) >= 5
+        assert set(heard) == {1}
     finally:
         source.close()
 

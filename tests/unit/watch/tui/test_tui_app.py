@@ -11,6 +11,7 @@ import pytest
 from textual.pilot import Pilot
 
 from pdctl.errors import HostUnreachable
+from pdctl.watch.acting import ActionEvent, Because
 from pdctl.watch.tui import feed
 from pdctl.watch.tui.app import Dashboard, make_dashboard
 from pdctl.watch.tui.dialogs import ConfirmDialog, TextDialog
@@ -377,6 +378,46 @@ def test_a_slower_pace_draws_less_often() -> None:
         assert "every" not in screen_text(app).split("\n")[0]
 
     use(dashboard(made.frame(1), clock=clock), what)
+
+
+class Paced(made.Scripted):
+    """A source whose pace can be changed, as a live one's."""
+
+    interval_s = 1.5
+
+    def set_interval(self, interval_s: float) -> None:
+        self.interval_s = interval_s
+
+
+def test_plus_and_minus_change_the_pace_of_polling() -> None:
+    source = Paced([made.frame(1)])
+
+    async def what(app: Dashboard, pilot: Pilot[None]) -> None:
+        await pilot.press("minus")
+        assert source.interval_s == 2.0
+        assert "every 2 s" in screen_text(app)
+        await pilot.press("plus", "plus")
+        assert source.interval_s == 0.5
+        await pilot.press(*["plus"] * 5)
+        assert source.interval_s == 0.2
+        await pilot.press(*["minus"] * 9)
+        assert source.interval_s == 30.0
+        # What is drawn is every poll, however often that is.
+        source.give(made.frame(1, tick=8))
+        await until(pilot, lambda: app.frames_drawn == 2)
+
+    use(make_dashboard(source, read_only=False, actions=made.Acting(), clock=made.Clock()), what)
+
+
+def test_what_on_stall_does_is_shown() -> None:
+    event = ActionEvent("drain", ("decode-0",), Because("W002", "stuck", "decode-0"), "done", "it is out", 3.0)
+    shown = replace(made.frame(1), actions=(event,), acting="drain of decode-0 for 3 s")
+
+    async def what(app: Dashboard, pilot: Pilot[None]) -> None:
+        assert "drain of decode-0 for 3 s" in screen_text(app)
+        await until(pilot, lambda: any("it is out" in str(one.message) for one in app._notifications))
+
+    use(dashboard(shown), what)
 
 
 def test_a_source_that_fails_is_shown_and_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
