@@ -13,8 +13,8 @@ from rich.console import Console, RenderableType
 from pdctl.bench.gate import judge
 from pdctl.bench.results import Difference, Results, Transfers
 from pdctl.bench.summary import summarise
-from pdctl.cli.bench_tables import GateView, SummaryView, gate_to_json, summary_to_json
 from pdctl.bench.two_files import summarise_two
+from pdctl.cli.bench_tables import GateView, SummaryView, gate_to_json, summary_to_json
 from tests.support.bench_results import CELLS, make_results
 
 HOSTILE = "\x1b[31mred\x07 [bold]x[/bold] \u202e\u2028" + "y" * 900

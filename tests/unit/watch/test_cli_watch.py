@@ -184,7 +184,7 @@ def test_options_that_do_not_go_together(file, words: list[str], message: str) -
         (["--webhook", "https://u:p@h/"], "user name or password"),
         (["--webhook", "http://h/", "--webhook-secret-env", "PDCTL_TEST_UNSET"], "PDCTL_TEST_UNSET is not set"),
         (["--on-alert", "'"], "--on-alert"),
-        (["--replay", "/nonexistent"], "/nonexistent"),
+        (["--replay", "/no-such-folder/it"], "/no-such-folder/it"),
     ],
 )
 def test_errors_of_the_command_line_come_before_any_host_is_asked(file, words: list[str], message: str) -> None:
