@@ -9,11 +9,11 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass as checked
 
-from pdctl.bench.results import Count, Figure, whole_file
-from pdctl.errors import UsageError
+from pdctl.bench.documents import read_document, whole_file
+from pdctl.bench.results import Count, Figure
 
 SCHEMA: Literal[1] = 1
 """Version of the file. One of another version is refused."""
@@ -216,31 +216,15 @@ def read_fabric(path: Path) -> FabricResults:
     Raises:
         UsageError: it cannot be read, is something else, or is of a version that this pdctl does not know.
     """
-    try:
-        with path.open("rb") as stream:
-            content = stream.read(FILE_LIMIT + 1)
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
-    hint = "give a file that pdctl bench fabric --out wrote"
-    if len(content) > FILE_LIMIT:
-        raise UsageError(f"{path} is larger than any results of a fabric", hint=hint)
-    try:
-        data = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is no JSON: {error}", hint=hint) from None
-    if not isinstance(data, dict) or data.get("kind") != "fabric":
-        raise UsageError(f"{path} is no result of pdctl bench fabric", hint=hint)
-    if data.get("schema") != SCHEMA:
-        raise UsageError(
-            f"{path} has schema {data.get('schema')!r}, and this pdctl reads schema {SCHEMA}",
-            hint="read it with the version of pdctl that wrote it",
-        )
-    try:
-        return _ADAPTER.validate_python(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise UsageError(f"{path}: {where}: {first['msg']}", hint="the file was changed or cut") from None
+    return read_document(
+        path,
+        _ADAPTER,
+        limit=FILE_LIMIT,
+        schema=SCHEMA,
+        is_one=lambda data: data.get("kind") == "fabric",
+        what="result of pdctl bench fabric",
+        hint="give a file that pdctl bench fabric --out wrote",
+    )
 
 
 def size_text(size: float) -> str:

@@ -6,20 +6,16 @@ that a file can be reported, compared and gated again without the cluster.
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import field
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass as checked
 
-from pdctl.errors import UsageError
+from pdctl.bench.documents import read_document, whole_file
 
 SCHEMA = 1
 """Version of ``results.json``. A file of another version is refused."""
@@ -375,27 +371,15 @@ def read_results(path: Path) -> Results:
     Raises:
         UsageError: it cannot be read, is none, or is of a version that this pdctl does not know.
     """
-    try:
-        if path.stat().st_size > RESULTS_LIMIT:
-            raise UsageError(f"{path} is larger than any results of a bench", hint="is it the right file?")
-        data = json.loads(path.read_bytes())
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is no JSON: {error}", hint="give the results.json of pdctl bench") from None
-    if not isinstance(data, dict) or "schema" not in data or "runs" not in data:
-        raise UsageError(f"{path} is no result of a bench", hint="give the results.json of pdctl bench")
-    if data["schema"] != SCHEMA:
-        raise UsageError(
-            f"{path} has schema {data['schema']!r}, and this pdctl reads schema {SCHEMA}",
-            hint="read it with the version of pdctl that wrote it",
-        )
-    try:
-        return _ADAPTER.validate_python(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise UsageError(f"{path}: {where}: {first['msg']}", hint="the file was changed or cut") from None
+    return read_document(
+        path,
+        _ADAPTER,
+        limit=RESULTS_LIMIT,
+        schema=SCHEMA,
+        is_one=lambda data: "schema" in data and "runs" in data,
+        what="result of a bench",
+        hint="give the results.json of pdctl bench",
+    )
 
 
 def write_results(path: Path, results: Results) -> None:
@@ -406,30 +390,6 @@ def write_results(path: Path, results: Results) -> None:
     """
     with whole_file(path) as stream:
         stream.write(_ADAPTER.dump_json(results, indent=1) + b"\n")
-
-
-@contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[Any]:
-    """A binary file that takes its place only when all of it is written (mode 0600).
-
-    Raises:
-        UsageError: it cannot be written.
-    """
-    try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror or error}") from None
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-        Path(name).replace(path)
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror or error}") from None
-    finally:
-        with contextlib.suppress(OSError):
-            Path(name).unlink()
 
 
 def by_round(runs: Sequence[CellRun], figure: str) -> list[list[float]]:
@@ -471,6 +431,5 @@ __all__ = [
     "read_results",
     "sample_figure",
     "to_json",
-    "whole_file",
     "write_results",
 ]

@@ -2,43 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
-
 import click
 
+from pdctl.cli.late_group import LateGroup
+
 _COMMANDS = {
-    "run": ("bench_run", "Load the running cluster, and tell how fast it answers."),
-    "compare": ("bench_compare", "Measure transfer modes side by side; or compare results."),
-    "show": ("bench_files:show", "Print results again."),
-    "report": ("bench_files:report", "Write results as one HTML page."),
-    "gate": ("bench_files:gate", "Fail if results are slower than a baseline."),
-    "fabric": ("bench_fabric", "What the network itself can do, by block size."),
+    "run": ("pdctl.cli.bench_run", "Load the running cluster, and tell how fast it answers."),
+    "compare": ("pdctl.cli.bench_compare", "Measure transfer modes side by side; or compare results."),
+    "show": ("pdctl.cli.bench_files:show", "Print results again."),
+    "report": ("pdctl.cli.bench_files:report", "Write results as one HTML page."),
+    "gate": ("pdctl.cli.bench_files:gate", "Fail if results are slower than a baseline."),
+    "fabric": ("pdctl.cli.bench_fabric", "What the network itself can do, by block size."),
 }
 
 
-class _LateGroup(click.Group):
-    """A group that knows its commands' names and one-line helps without importing them."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        del ctx
-        return list(_COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        del ctx
-        if cmd_name not in _COMMANDS:
-            return None
-        module, _, name = _COMMANDS[cmd_name][0].partition(":")
-        command = getattr(importlib.import_module(f"pdctl.cli.{module}"), name or "command")
-        assert isinstance(command, click.Command)
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        del ctx
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
-
-
-@click.group("bench", cls=_LateGroup, short_help="Measure TTFT and TPOT, and where the time goes.")
+@click.group("bench", cls=LateGroup, late=_COMMANDS, short_help="Measure TTFT and TPOT, and where the time goes.")
 def command() -> None:
     """Measure time to first token (TTFT) and per output token (TPOT) on your own cluster, and where the time goes.
 

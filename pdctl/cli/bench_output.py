@@ -83,8 +83,8 @@ def write_report(results: Results, path: Path) -> None:
     Raises:
         UsageError: it cannot be written.
     """
+    from pdctl.bench.documents import whole_file
     from pdctl.bench.html_report import html_report
-    from pdctl.bench.results import whole_file
     from pdctl.bench.summary import summarise
 
     page = html_report(results, summarise(results))

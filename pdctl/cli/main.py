@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import select
 import signal
@@ -15,6 +14,7 @@ from typing import Any, NoReturn, TextIO
 import click
 
 from pdctl import __version__
+from pdctl.cli.late_group import LateGroup
 from pdctl.errors import PdctlError
 
 _COMMANDS = {
@@ -80,31 +80,8 @@ def _write_nowhere(*streams: TextIO) -> None:
             os.dup2(nowhere, stream.fileno())
 
 
-class _LateGroup(click.Group):
-    """A group that knows its commands' names and one-line helps without importing them."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        del ctx
-        return list(_COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        del ctx
-        if cmd_name not in _COMMANDS:
-            return None
-        command = importlib.import_module(f"pdctl.cli.{cmd_name}").command
-        assert isinstance(command, click.Command)
-        return command
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        name = args[0] if args else ""
-        if name and name not in _COMMANDS and not name.startswith("-"):
-            import difflib
-
-            near = difflib.get_close_matches(name, _COMMANDS, n=1)
-            raise click.UsageError(f"no command {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""), ctx)
-        return super().resolve_command(ctx, args)
+class _Pdctl(LateGroup):
+    """All commands, and how they end when the reader of their output is gone."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -117,13 +94,12 @@ class _LateGroup(click.Group):
         with _noticing_a_gone_reader():
             return super().invoke(ctx)
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        del ctx
-        with formatter.section("Commands"):
-            formatter.write_dl(list(_COMMANDS.items()))
 
-
-@click.group(cls=_LateGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    cls=_Pdctl,
+    late={name: (f"pdctl.cli.{name}", text) for name, text in _COMMANDS.items()},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.version_option(__version__, prog_name="pdctl")
 def cli() -> None:
     """Check, launch, watch and measure a prefill/decode-disaggregated vLLM cluster.
