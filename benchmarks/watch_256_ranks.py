@@ -1,6 +1,6 @@
 """What watching 256 ranks once a second costs the machine that watches.
 
-    python benchmarks/watch_256_ranks.py [--ranks 256] [--ranks-per-host 8] [--minutes 1] [--inflight 2]
+    python benchmarks/watch_256_ranks.py [--ranks 256] [--ranks-per-host 8] [--minutes 1] [--inflight 2] [--record FILE]
 
 Simulated ranks and APIs are served by a process of their own, and the scripts of the hosts are processes on this
 machine as well; what is measured is the process of the poller alone. Each transfer is in flight at all ranks of a
@@ -13,6 +13,7 @@ import argparse
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -25,6 +26,7 @@ from pdctl.hosts.fleet import Fleet  # noqa: E402
 from pdctl.hosts.local import LocalHost  # noqa: E402
 from pdctl.plan import ClusterPlan  # noqa: E402
 from pdctl.watch.poller import Poller  # noqa: E402
+from pdctl.watch.recording import Recorder  # noqa: E402
 from tests.support.plans import changed, planned  # noqa: E402
 from tests.support.ranks import Servers, record, serve_plan  # noqa: E402
 
@@ -97,6 +99,7 @@ def main() -> int:
     parser.add_argument("--ranks-per-host", type=int, default=8)
     parser.add_argument("--inflight", type=int, default=2, help="transfers in flight at each rank")
     parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--record", type=Path, help="write every snapshot there, as `pdctl watch --record` does")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     plan = make_plan(options.ranks, options.ranks_per_host)
@@ -109,15 +112,18 @@ def main() -> int:
     try:
         assert simulation.stdout is not None
         simulation.stdout.readline()
-        with LocalFleet(plan.spec) as fleet, Poller(plan, fleet) as poller:
-            measure(poller, options.minutes * 60)
+        with ExitStack() as stack:
+            fleet = stack.enter_context(LocalFleet(plan.spec))
+            poller = stack.enter_context(Poller(plan, fleet))
+            recorder = stack.enter_context(Recorder(options.record)) if options.record else None
+            measure(poller, options.minutes * 60, recorder)
     finally:
         simulation.kill()
         simulation.wait()
     return 0
 
 
-def measure(poller: Poller, seconds: float) -> None:
+def measure(poller: Poller, seconds: float, recorder: Recorder | None) -> None:
     """Poll once a second and print what that costs."""
     own = psutil.Process()
     began = time.monotonic()
@@ -130,6 +136,8 @@ def measure(poller: Poller, seconds: float) -> None:
     while time.monotonic() - begun < seconds:
         snapshot = poller.poll()
         polls.append(snapshot.poll_s)
+        if recorder is not None:
+            recorder.write(snapshot)
         now = time.monotonic()
         if now - reported >= 10:
             reported = now

@@ -5,14 +5,22 @@ How they are asked is the caller's; nothing here fails because one of them does 
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pdctl.bench.counters import Counters, Gain, Scrape, Total, gain, outcomes, read_scrape, role_counters, routed
-from pdctl.bench.results import Mode, Sample, StageTimes, Transfers
+from pdctl.bench.results import COUNT_LIMIT, SECONDS_LIMIT, Mode, Sample, StageTimes, Transfers
 from pdctl.bench.stages import stage_times
-from pdctl.bench.transfer_records import RECORDS_LIMIT, Identity, TransferRecord, join, read_records
+from pdctl.bench.transfer_records import (
+    RECORDS_LIMIT,
+    TRANSFERS_LIMIT,
+    Identity,
+    TransferRecord,
+    join,
+    read_records,
+)
 from pdctl.plan import ClusterPlan, InstancePlan, http_url
 
 SETTLE_S = 2.0
@@ -21,6 +29,13 @@ answer, and what the ranks count of transfers with the engine's next step."""
 
 AGAIN_S = 0.25
 """Seconds between two such looks."""
+
+_LOST = ("failed", "timed_out")
+"""Outcomes on the decode side after which decode computes a prompt itself, if it may. Of what was aborted nobody waits
+for an answer."""
+
+_MOST_COUNTED = float(2**53)
+"""Beyond it a counter is no count any more. What is read is kept below, so that sums and rates stay figures."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +65,14 @@ class CellFacts:
             not answer.
         transfers: what was transferred; a figure that is not known is None.
         trouble: what is wrong, for people.
+        lost: whether an instance was restarted or did not answer, so that what it counted is not known. False if
+            ``trouble`` holds mere notes.
     """
 
     stages: StageTimes | None
     transfers: Transfers
     trouble: tuple[str, ...] = ()
+    lost: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,6 +83,10 @@ class _Source:
     name: str
 
 
+_Lost = tuple[str, str, str]
+"""Key, attempt and beginning of a transfer that decode's side lost. Its key is the same on all ranks."""
+
+
 @dataclass(frozen=True)
 class _Look:
     """One reading of everything, in the order of the sources; None where nothing answered."""
@@ -72,11 +94,24 @@ class _Look:
     metrics: Sequence[Scrape | None]
     ranks: Sequence[Scrape | None]
     records: Sequence[list[TransferRecord] | None]
+    lost: Sequence[frozenset[_Lost]]
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """What came between two looks. ``untold`` is the part of ``trouble`` without which there are no stages."""
+    """What came between two looks.
+
+    Attributes:
+        counters: what was counted.
+        prefill: records of the prefill ranks.
+        decode: likewise.
+        known: records from before.
+        trouble: what could not be read.
+        untold: the part of it without which there are no stages.
+        unknown: whether some instance's counters are not known.
+        lost_requests: requests of decode whose KV did not come, over all instances, each counted once; None if not
+            known.
+    """
 
     counters: Counters
     prefill: Sequence[TransferRecord]
@@ -84,6 +119,8 @@ class _Seen:
     known: frozenset[Identity]
     trouble: tuple[str, ...]
     untold: tuple[str, ...]
+    unknown: bool
+    lost_requests: int | None
 
 
 class CellWatch:
@@ -158,7 +195,7 @@ class CellWatch:
                 f"the router passed on {seen.counters.routed} requests, and the cell sent {len(samples)}: something "
                 "else used the cluster",
             )
-        return CellFacts(stages, self._transfers(seen), trouble)
+        return CellFacts(stages, self._transfers(seen), trouble, seen.unknown)
 
     def _look(self) -> _Look:
         sources = [*self._metrics, *self._ranks, *self._records]
@@ -167,12 +204,13 @@ class CellWatch:
         bodies += [None] * (len(sources) - len(bodies))
         first, second = len(self._metrics), len(self._metrics) + len(self._ranks)
         return _Look(
-            [read_scrape(body) for body in bodies[:first]],
-            [read_scrape(body) for body in bodies[first:second]],
+            [_scrape(body) for body in bodies[:first]],
+            [_scrape(body) for body in bodies[first:second]],
             [
                 read_records(body, source.name)
                 for body, source in zip(bodies[second : len(sources)], self._records, strict=True)
             ],
+            [_lost(body) for body in bodies[second : len(sources)]],
         )
 
     def _compare(self, before: _Look, after: _Look) -> _Seen:
@@ -195,6 +233,7 @@ class CellWatch:
             of_ranks = [outcomes(each.increments) or {} for each in (writers, readers)]
             ended = {at: sum(each.get(at, 0) for each in of_ranks) for at in {*of_ranks[0], *of_ranks[1]}} or None
         untold = (*prefill.trouble, *decode.trouble, *unread)
+        uncounted = (*prefill.trouble, *decode.trouble, *router.trouble, *writers.trouble, *readers.trouble)
         return _Seen(
             Counters(
                 role_counters(prefill.increments), role_counters(decode.increments), ended, routed(router.increments)
@@ -204,7 +243,33 @@ class CellWatch:
             frozenset(known),
             (*untold, *router.trouble, *writers.trouble, *readers.trouble),
             untold,
+            bool(uncounted),
+            self._lost_requests(before, after),
         )
+
+    def _lost_requests(self, before: _Look, after: _Look) -> int | None:
+        """Requests of decode whose KV did not come.
+
+        Each rank counts such a request, and usually all do, since they have the same cause. The ledgers name them, but
+        only the last :data:`RECORDS_LIMIT` of all; a rank's counter forgets none, but of a request that only another
+        rank lost, it knows nothing. Both are at most what there is, so the larger one is taken.
+        """
+        found = 0
+        for name in dict.fromkeys(s.wanted.instance.name for s in self._ranks if s.wanted.instance.role == "decode"):
+            counted: list[int] = []
+            keys: set[str] = set()
+            for place, source in enumerate(self._ranks):
+                if source.wanted.instance.name != name:
+                    continue
+                gained = gain([(source.name, before.ranks[place], after.ranks[place])]).increments
+                ended = outcomes(gained)
+                if ended is None:
+                    return None
+                counted.append(sum(ended.get(("decode", outcome), 0) for outcome in _LOST))
+                # Ledgers are in the order of the ranks.
+                keys |= {key for key, _, _ in after.lost[place] - before.lost[place]}
+            found += max(*counted, len(keys)) if counted else 0
+        return found
 
     def _fits(self, seen: _Seen, answered: int) -> bool:
         """Whether the instances have counted what the clients saw. One that was silent may answer a moment later."""
@@ -244,19 +309,19 @@ class CellWatch:
             failed=failed,
             expired=expired,
             bytes=_rounded(moving.bytes),
-            seconds=None if moving.transfer is None else moving.transfer.sum,
-            recomputed_requests=self._recomputed_requests(tokens, ended),
+            seconds=None if moving.transfer is None else min(moving.transfer.sum, SECONDS_LIMIT),
+            recomputed_requests=self._recomputed_requests(tokens, seen.lost_requests),
             recomputed_tokens=tokens,
         )
 
-    def _recomputed_requests(self, tokens: int | None, ended: Mapping[tuple[str, str], int] | None) -> int | None:
+    def _recomputed_requests(self, tokens: int | None, lost: int | None) -> int | None:
         if tokens is None or not tokens:
             return tokens
-        if self._mode != "push" or ended is None or not self._recomputes:
+        if self._mode != "push" or lost is None or not self._recomputes:
             # vLLM counts tokens alone. Its histogram of computed tokens is of no use: in pull mode, decode shows
             # prefill's cache hits there (remote_prefill_cached_tokens in vllm/v1/engine/output_processor.py).
             return None
-        return ended.get(("decode", "failed"), 0) + ended.get(("decode", "timed_out"), 0) or None
+        return lost or None
 
 
 def recomputed_tokens(counters: Counters) -> int | None:
@@ -292,4 +357,25 @@ def _gain(
 
 
 def _rounded(total: Total | None) -> int | None:
-    return None if total is None else round(total.sum)
+    return None if total is None else min(round(total.sum), COUNT_LIMIT)
+
+
+def _scrape(body: bytes | None) -> Scrape | None:
+    scrape = read_scrape(body)
+    return None if scrape is None else {at: min(value, _MOST_COUNTED) for at, value in scrape.items()}
+
+
+def _lost(body: bytes | None) -> frozenset[_Lost]:
+    """Transfers of an answer of ``/transfers`` that decode's side lost; none if it makes no sense."""
+    if body is None or len(body) > TRANSFERS_LIMIT or not any(f'"{outcome}"'.encode() in body for outcome in _LOST):
+        return frozenset()
+    try:
+        answer = json.loads(body)
+    except (ValueError, RecursionError):
+        return frozenset()
+    listed = answer.get("transfers") if isinstance(answer, dict) else None
+    return frozenset(
+        (str(entry.get("key")), str(entry.get("attempt")), str(entry.get("started_unix")))
+        for entry in (listed[:RECORDS_LIMIT] if isinstance(listed, list) else ())
+        if isinstance(entry, dict) and entry.get("side") == "decode" and entry.get("outcome") in _LOST
+    )

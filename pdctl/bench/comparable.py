@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pdctl.bench.results import Environment, InstanceFacts, Results
 from pdctl.errors import UsageError
+from pdctl.spec_yaml import printable
 
 _NOTHING = "nothing"
+_LONGEST = 160
+"""Characters of a name or value: a file may hold anything, and this is for a terminal and for CI's logs."""
+
+_MOST = 50
+"""Differences of a file that an error names."""
 
 
 def differences(one: Results, other: Results) -> list[str]:
     """Why two results may not be compared, each in words with both values; empty if they may.
 
-    Modes may differ, and so may the seed (prompts are random anyway) and the answers that were compared.
+    Modes may differ, and so may the seed (prompts are random anyway) and the answers that were compared. Each is one
+    line of bounded length, without anything that a terminal would act on.
     """
-    return [
+    found = [
         *_plain(one.environment, other.environment),
+        *_named("transfer setting", "", one.environment.transfer, other.environment.transfer),
         *_instances(one.environment.instances, other.environment.instances),
         *_versions(one.environment.instances, other.environment.instances),
         *_settings(one, other),
     ]
+    return [printable(text) for text in found]
 
 
 def check_comparable(files: Sequence[tuple[str | Path, Results]], *, allow: bool = False) -> list[str]:
@@ -40,11 +49,18 @@ def check_comparable(files: Sequence[tuple[str | Path, Results]], *, allow: bool
     if not files:
         return []
     first, reference = files[0]
-    found = [f"{path}: {text}" for path, results in files[1:] for text in differences(reference, results)]
+    found: list[str] = []
+    listed: list[str] = []
+    for path, results in files[1:]:
+        texts = [f"{printable(str(path))}: {text}" for text in differences(reference, results)]
+        found += texts
+        listed += texts[:_MOST]
+        listed += [f"{printable(str(path))}: and {len(texts) - _MOST} more"] if len(texts) > _MOST else []
     if found and not allow:
-        listed = "\n  ".join(found)
         raise UsageError(
-            f"these results are not comparable (first {first}, then the other file):\n  {listed}",
+            "\n  ".join(
+                [f"these results are not comparable (first {printable(str(first))}, then the other file):", *listed]
+            ),
             hint="measure both alike, or give --allow-different if you know that this does not matter",
         )
     return found
@@ -69,7 +85,7 @@ def _instances(one: Sequence[InstanceFacts], other: Sequence[InstanceFacts]) -> 
         left, right = mine.get(name), its.get(name)
         if left is None or right is None:
             where = "first" if right is None else "other"
-            found.append(f"{name} is only in the {where} file")
+            found.append(f"{_cut(name)} is only in the {where} file")
             continue
         if left.host != right.host:
             found.append(_differs(f"host of {name}", left.host, right.host))
@@ -77,7 +93,21 @@ def _instances(one: Sequence[InstanceFacts], other: Sequence[InstanceFacts]) -> 
             found.append(_differs(f"role of {name}", left.role, right.role))
         if left.flags != right.flags:
             found.append(_flags(name, left.flags, right.flags))
+        found += _named("environment variable", f" of {name}", left.env, right.env)
     return found
+
+
+def _named(what: str, whose: str, one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    """What differs of values with names. Unset and empty are not the same."""
+    return [
+        _differs(f"{what} {name}{whose}", _set(one.get(name)), _set(other.get(name)))
+        for name in sorted({*one, *other})
+        if one.get(name) != other.get(name)
+    ]
+
+
+def _set(value: str | None) -> str:
+    return "not set" if value is None else value or "empty"
 
 
 def _flags(name: str, one: Sequence[str], other: Sequence[str]) -> str:
@@ -85,7 +115,7 @@ def _flags(name: str, one: Sequence[str], other: Sequence[str]) -> str:
     only_mine = [option for option in mine if option not in its]
     only_its = [option for option in its if option not in mine]
     if not only_mine and not only_its:
-        return f"flags of {name}: the same ones, in another order or number"
+        return f"flags of {_cut(name)}: the same ones, in another order or number"
     return _differs(f"flags of {name}", " ".join(only_mine), " ".join(only_its))
 
 
@@ -132,5 +162,11 @@ def _settings(one: Results, other: Results) -> list[str]:
     return found
 
 
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
 def _differs(name: str, mine: str, its: str, *, only: bool = False) -> str:
-    return f"{name}: {mine or _NOTHING}, other {its or _NOTHING}" + (" (what only one has)" if only else "")
+    return f"{_cut(name)}: {_cut(mine) or _NOTHING}, other {_cut(its) or _NOTHING}" + (
+        " (what only one has)" if only else ""
+    )

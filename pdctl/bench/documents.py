@@ -13,8 +13,12 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from pdctl.errors import UsageError
+from pdctl.spec_yaml import printable
 
 T = TypeVar("T")
+
+_SHOWN = 60
+"""Characters of a key or value that a message shows: whatever a file holds, its error is a line."""
 
 
 def read_document(
@@ -56,15 +60,29 @@ def read_document(
         raise UsageError(f"{path} is no {what}", hint=hint)
     if data.get("schema") != schema:
         raise UsageError(
-            f"{path} has schema {data.get('schema')!r}, and this pdctl reads schema {schema}",
+            f"{path} has schema {_shown(data.get('schema'))}, and this pdctl reads schema {schema}",
             hint="read it with the version of pdctl that wrote it",
         )
     try:
         return adapter.validate_python(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise UsageError(f"{path}: {where}: {first['msg']}", hint="the file was changed or cut") from None
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(_cut(str(part)) for part in first["loc"])
+        said = _cut(first["msg"], 4 * _SHOWN)
+        raise UsageError(f"{path}: {where}: {said}", hint="the file was changed or cut") from None
+
+
+def _shown(value: Any) -> str:
+    """A value of the file: as it is if it is short and plain, else its kind."""
+    if isinstance(value, str):
+        return _cut(repr(value[:_SHOWN]))
+    if value is None or isinstance(value, bool | int | float):
+        return _cut(repr(value))
+    return "a list" if isinstance(value, list) else "an object"
+
+
+def _cut(text: str, most: int = _SHOWN) -> str:
+    return printable(text if len(text) <= most else f"{text[: most - 3]}...")
 
 
 @contextlib.contextmanager

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 
 from pdctl.bench.results import Cell, Mode, Results
 from pdctl.bench.statistics import DRAWS, Ratio, Statistic
-from pdctl.bench.summary import Comparison, ModeSummary, compare_runs, incomplete_because, summarise_mode
+from pdctl.bench.summary import (
+    Comparison,
+    ModeSummary,
+    compare_runs,
+    complete_runs,
+    incomplete_because,
+    summarise_mode,
+)
 from pdctl.errors import UsageError
 
 GATED: tuple[tuple[str, Statistic], ...] = (
@@ -93,21 +100,36 @@ def judge(
         raise UsageError(
             f"the baseline is invalid: {baseline.invalid_because}", hint="give a baseline whose answers were right"
         )
-    if not any(run.good for run in baseline.runs):
-        raise UsageError("the baseline has no request that was answered", hint="measure the baseline again")
+    if not any(run.good for run in complete_runs(baseline.runs)):
+        raise UsageError(
+            "the baseline has no request that was answered in a complete run", hint="measure the baseline again"
+        )
     problems, notes = _whole(baseline, candidate)
     lines: list[GateLine] = []
     for cell in baseline.cells:
         for mode in baseline.modes:
-            before, after = baseline.of(cell, mode), candidate.of(cell, mode)
-            if not before:
+            measured = baseline.of(cell, mode), candidate.of(cell, mode)
+            before, after = (complete_runs(runs) for runs in measured)
+            if not measured[0]:
                 continue
             if not after:
-                problems.append(f"{cell.name}, {mode}: not measured in the candidate")
+                partial = "only partial in" if measured[1] else "not measured in"
+                problems.append(f"{cell.name}, {mode}: {partial} the candidate")
+                continue
+            if not before:
+                notes.append(f"{cell.name}, {mode}: only partial in the baseline, so not judged")
                 continue
             old = summarise_mode(before, mode=mode, rounds=baseline.settings.rounds)
             new = summarise_mode(after, mode=mode, rounds=candidate.settings.rounds)
-            problems += [f"{cell.name}, {mode}: {text}" for text in _beside_time(old, new)]
+            # Errors and answers of a run that was cut short count all the same.
+            whole = summarise_mode(measured[1], mode=mode, rounds=candidate.settings.rounds)
+            problems += [f"{cell.name}, {mode}: {text}" for text in _beside_time(old, whole)]
+            if whole.answers is not None and whole.answers.error and whole.answers.compared:
+                check = whole.answers
+                notes.append(
+                    f"{cell.name}, {mode}: {check.compared} of {check.wanted} answers compared in the candidate; "
+                    f"{check.error}"
+                )
             comparisons = compare_runs(
                 (mode, after),
                 (mode, before),
@@ -158,7 +180,28 @@ def _whole(baseline: Results, candidate: Results) -> tuple[list[str], list[str]]
     known = {(run.cell, run.mode) for run in baseline.runs}
     extra = dict.fromkeys((run.cell, run.mode) for run in candidate.runs if (run.cell, run.mode) not in known)
     notes += [f"{cell.name}, {mode}: not in the baseline, so not judged" for cell, mode in extra]
-    return problems, notes
+    return problems, [*_single(baseline, candidate), *notes]
+
+
+def _single(baseline: Results, candidate: Results) -> list[str]:
+    """What intervals do not cover, where a side has but one round of something."""
+    found = []
+    for name, results in (("baseline", baseline), ("candidate", candidate)):
+        rounds: dict[tuple[Cell, Mode], set[int]] = {}
+        for run in complete_runs(results.runs):
+            rounds.setdefault((run.cell, run.mode), set()).add(run.round)
+        single = [key for key, numbers in rounds.items() if len(numbers) == 1]
+        if single:
+            of = (
+                ""
+                if len(single) == len(rounds)
+                else " of " + "; ".join(f"{cell.name}, {mode}" for cell, mode in single)
+            )
+            found.append(
+                f"the {name} has a single round{of}: the intervals cover nothing of what changes from one round to the "
+                "next, such as other load on the hosts"
+            )
+    return found
 
 
 def _beside_time(old: ModeSummary, new: ModeSummary) -> list[str]:

@@ -6,6 +6,7 @@ It runs ``pdctl/node/load.py``, which says how prompts are made and what is aske
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
@@ -24,6 +25,9 @@ PREFIX = b"PDCTL-LOAD-1 "
 
 SHOWN = 200
 """Characters of an answer that a :class:`Difference` shows."""
+
+AT_ONCE = 64
+"""Most prompts that a prefill instance is asked at the same time for answers; as in ``pdctl/node/load.py``."""
 
 # A bench of many cells takes a night; two are a mistake.
 _LIFETIME_S = 48 * 3600.0
@@ -179,20 +183,21 @@ class LoadGenerator:
         """Ask a prefill instance for the answers that the last load kept, and compare.
 
         It is asked directly, so that it prefills and decodes alone, with the same prompts at temperature 0 and nothing
-        out of its prefix cache: first one by one, then all at once. Equal is an answer that it also gives alone. If it
-        gives two answers itself, because sums in batches of other sizes round differently, one that it does not give
-        alone is unstable: it proves nothing. Anything else is a difference. What could not be asked again is not among
-        the compared.
+        out of its prefix cache: first one by one, then all at once, and beside them the same prompts again with a cache
+        salt each, until `concurrency` of them run (:data:`AT_ONCE` at most). See :func:`judge` for what is made of it.
+
+        So the second time the batch is as large as that of the load, on one instance. Not the same as in the load is
+        what else is in the batch at each step, and that a load spread over several decode instances had smaller ones.
 
         Args:
             url: base URL of the instance.
             model: the served name.
             output_tokens: as in the load.
-            concurrency: how many at once, the second time.
+            concurrency: how many run at once, the second time; no fewer than were kept.
             request_timeout_s: what one request may take.
 
         Returns:
-            the comparison, with ``error`` if nothing could be compared.
+            the comparison, with ``error`` if something could not be compared.
 
         Raises:
             HostError: the connection broke; the generator is closed.
@@ -201,13 +206,14 @@ class LoadGenerator:
         order = {"do": "answers", "url": url.rstrip("/"), "model": model, "output_tokens": output_tokens}
         self._send({**order, "concurrency": max(1, concurrency), "request_timeout_s": request_timeout_s})
         # They are told together, after all of them were asked.
-        patience_s = (self._kept + math.ceil(self._kept / max(1, concurrency))) * request_timeout_s + _SLACK_S
+        patience_s = (self._kept + max(1, math.ceil(self._kept / AT_ONCE))) * request_timeout_s + _SLACK_S
         items: list[Answer] = []
         try:
             while True:
                 message = self._receive(patience_s, "the prefill instance hangs, or the host does")
                 if message.get("is") == "failed":
-                    return AnswerCheck(error=str(message.get("reason", ""))[: 2 * SHOWN])
+                    reason = str(message.get("reason", ""))
+                    return AnswerCheck(error=_not_asked(self._kept, self._kept, reason), asked=self._kept)
                 if message.get("is") == "answered":
                     return judge(items)
                 self._expect(message, "answer")
@@ -226,7 +232,9 @@ class LoadGenerator:
             if message.get("is") in ("done", "failed"):
                 self._loading = False
             if message.get("is") == "done":
-                return self._parsed(lambda: _seconds(message["duration_s"]))  # noqa: B023 - called at once
+                duration_s = self._parsed(lambda: _seconds(message["duration_s"]))  # noqa: B023 - called at once
+                self._kept = self._parsed(lambda: _count(message.get("kept", self._kept)))  # noqa: B023 - likewise
+                return duration_s
             self._expect(message, "samples")
             for sample in self._parsed(lambda: [parse_sample(item) for item in message["samples"]]):  # noqa: B023
                 on_sample(sample)
@@ -329,6 +337,12 @@ def parse_sample(item: Mapping[str, Any]) -> Sample:
     )
 
 
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r} is no count")
+    return value
+
+
 def _seconds(value: Any) -> float:
     seconds = float(value)
     if not math.isfinite(seconds) or seconds < 0:
@@ -370,35 +384,54 @@ class Answer:
 
 
 def judge(answers: list[Answer]) -> AnswerCheck:
-    """Compare answers; see :meth:`LoadGenerator.answers`."""
+    """Compare answers.
+
+    Equal is an answer that prefill also gives alone. Sums in batches of other sizes round differently, and where two
+    tokens are nearly as likely, that decides: from there on, prefill may give two answers itself. One that agrees with
+    them up to where they part is then unstable, and proves nothing. One that differs before that, where prefill is sure
+    of its answer in both batches, is different, and so is any other.
+
+    An answer that is not the one of prefill alone can only be judged if prefill gave both. Of what cannot be judged for
+    lack of one, ``error`` tells how many and why.
+    """
     equal = unstable = 0
     different: list[Difference] = []
+    missing: list[Answer] = []
     for answer in answers:
         if answer.got == answer.alone:
             equal += 1
         elif answer.alone is None or answer.among is None:
-            continue
-        elif answer.alone != answer.among:
+            missing.append(answer)
+        elif answer.alone != answer.among and answer.got.startswith(_beginning(answer.alone, answer.among)):
             unstable += 1
         else:
             different.append(difference(answer.request, answer.got, answer.alone))
     compared = equal + unstable + len(different)
-    error = ""
-    if not compared:
-        error = (
-            next((answer.error for answer in answers if answer.error), "") or "the load had no good answers to compare"
-        )
-    return AnswerCheck(
-        compared=compared, equal=equal, unstable=unstable, different=tuple(different), error=error[: 2 * SHOWN]
-    )
+    error = "" if answers else "the load had no good answers to compare"
+    if compared < len(answers):
+        reasons = Counter(answer.error for answer in missing)
+        error = _not_asked(len(missing), len(answers), reasons.most_common(1)[0][0], len(reasons) - 1)
+    return AnswerCheck(compared, equal, unstable, tuple(different), error, len(answers))
+
+
+def _not_asked(count: int, asked: int, reason: str, others: int = 0) -> str:
+    """How many could not be asked again, and why."""
+    more = f" (and {others} other reason{'s' if others > 1 else ''})" if others else ""
+    return f"{count} of {asked} could not be asked again: {reason[: 2 * SHOWN] or 'no reason was given'}{more}"
+
+
+def _beginning(one: str, other: str) -> str:
+    """What two texts have in common from their first character on."""
+    at = 0
+    for mine, its in zip(one, other, strict=False):
+        if mine != its:
+            break
+        at += 1
+    return one[:at]
 
 
 def difference(request: int, got: str, expected: str) -> Difference:
     """Two texts, cut to :data:`SHOWN` characters around where they begin to differ."""
-    at = 0
-    for one, other in zip(got, expected, strict=False):
-        if one != other:
-            break
-        at += 1
+    at = len(_beginning(got, expected))
     start = max(0, at - SHOWN // 4)
     return Difference(request=request, got=got[start : start + SHOWN], expected=expected[start : start + SHOWN], at=at)

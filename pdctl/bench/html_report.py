@@ -25,6 +25,7 @@ from pdctl.errors import PdctlError
 
 _LONGEST_TEXT = 2000
 _LONGEST_NAME = 200
+_LARGE = 1e12
 _HEADLINE = ("ttft", "tpot")
 _MOST_DIFFERENCES = 20
 _MOST_TROUBLE = 10
@@ -238,11 +239,12 @@ def _plain_figures(summary: Summary) -> Iterator[str]:
     for cell in summary.cells:
         for mode in cell.modes:
             ttft, tpot = mode.figures.get("ttft"), mode.figures.get("tpot")
+            label = mode.label if mode.complete else f"{mode.label} (partial)"
             if ttft is None:
-                yield f"{mode.label}: nothing was answered at {_load_words(cell.cell)}"
+                yield f"{label}: nothing was answered at {_load_words(cell.cell)}"
                 continue
             rest = f", TPOT {_ms(tpot.p50)} ms" if tpot else ""
-            yield f"{mode.label}: median TTFT {_ms(ttft.p50)} ms{rest} at {_load_words(cell.cell)}"
+            yield f"{label}: median TTFT {_ms(ttft.p50)} ms{rest} at {_load_words(cell.cell)}"
 
 
 def _load_words(cell: Cell) -> str:
@@ -267,15 +269,16 @@ def _name(mode: str, *, first: bool = True) -> str:
 def _answers(summary: Summary) -> str:
     """How many answers were held against those of prefill alone, in a sentence."""
     checks = [mode.answers for cell in summary.cells for mode in cell.modes if mode.answers is not None]
-    compared = sum(check.compared for check in checks)
+    compared, wanted = sum(check.compared for check in checks), sum(check.wanted for check in checks)
+    errors = [check.error for check in checks if check.error]
     if not compared:
-        errors = [check.error for check in checks if check.error]
         return (
             f"No answers could be compared: {errors[0]}" if errors else "No answers were compared with prefill's own."
         )
     equal, unstable = sum(check.equal for check in checks), sum(check.unstable for check in checks)
     rest = f", {unstable} cannot be judged (prefill alone gives two answers)" if unstable else ""
-    return f"Of {compared} answers compared with what prefill alone gives, {equal} are the same{rest}."
+    told = f"Of {compared} answers compared with what prefill alone gives, {equal} are the same{rest}."
+    return f"{told} {compared} of {wanted} were compared: {'; '.join(dict.fromkeys(errors))}." if errors else told
 
 
 # Plots
@@ -415,7 +418,7 @@ def _ms(seconds: float | None) -> str:
     if seconds is None or not math.isfinite(seconds):
         return "–"
     value = seconds * 1000
-    if not math.isfinite(value) or abs(value) >= 1e12:
+    if not math.isfinite(value) or abs(value) >= _LARGE:
         return f"{value:.3g}"
     digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
     return f"{value:,.{digits}f}"
@@ -427,6 +430,8 @@ def _ratio(ratio: Ratio | None) -> str:
         return "–"
     ends = (ratio.low, ratio.high)
     apart = ratio.low > 1 or ratio.high < 1
+    if max(abs(ratio.value), *map(abs, ends)) >= _LARGE:
+        return f"{ratio.value:.3g} [{ratio.low:.3g}, {ratio.high:.3g}]"
     digits = 2
     while apart and digits < 5 and any(round(end, digits) == 1 for end in ends):
         digits += 1
@@ -437,6 +442,27 @@ def _number(value: float | None, digits: int = 0) -> str:
     if value is None or not math.isfinite(value):
         return "–"
     return f"{value:,.{digits}f}" if abs(value) < 1e15 else f"{value:.3g}"
+
+
+def _answers_equal(mode: ModeSummary) -> str:
+    """``3 of 3``, with how many were not compared."""
+    check = mode.answers
+    if check is None or not check.wanted:
+        return "–"
+    missing = check.wanted - check.compared
+    told = f"{check.equal} of {check.compared}" if check.compared else "none"
+    return f"{told} ({missing} not compared)" if missing else told
+
+
+def _recomputed(transfers: Transfers) -> str:
+    """Tokens that decode computed again, and of how many requests if that is known; the tokens alone tell of it."""
+    tokens, requests = transfers.recomputed_tokens, transfers.recomputed_requests
+    if tokens is None and requests is None:
+        return "–"
+    if not tokens and not requests:
+        return "0"
+    whose = "requests not known" if requests is None else f"{requests:,} request{'' if requests == 1 else 's'}"
+    return f"{'?' if tokens is None else f'{tokens:,}'} tokens ({whose})"
 
 
 def _share(value: float | None) -> str:
@@ -451,7 +477,8 @@ def _speed(transfers: Transfers) -> str:
     """Gigabytes per second of transfer time; what is not counted is not zero."""
     if transfers.bytes is None or not transfers.seconds:
         return "–"
-    return f"{transfers.bytes / transfers.seconds / 1e9:.3g} GB/s"
+    speed = transfers.bytes / transfers.seconds / 1e9
+    return f"{speed:.3g} GB/s" if math.isfinite(speed) else "–"
 
 
 def _percentile(figures: Mapping[str, Percentiles], figure: str, statistic: str) -> str:
@@ -515,6 +542,7 @@ def _template() -> Template:
         keep_trailing_newline=True,
     )
     environment.filters |= {
+        "answers_equal": _answers_equal,
         "brief": _brief,
         "cut": _cut,
         "judged": _judged,
@@ -522,6 +550,7 @@ def _template() -> Template:
         "ms": _ms,
         "number": _number,
         "ratio": _ratio,
+        "recomputed": _recomputed,
         "share": _share,
         "speed": _speed,
         "percentile": _percentile,

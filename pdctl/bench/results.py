@@ -32,8 +32,18 @@ MODE_WORDS: Mapping[str, str] = {
 }
 
 _CONFIG = ConfigDict(extra="ignore", ser_json_inf_nan="constants")
-Count = Annotated[int, Field(ge=0)]
-Duration = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+COUNT_LIMIT = 2**63 - 1
+"""Largest count of a file. Python's integers know no end, and one beyond a float's would end every division."""
+
+SECONDS_LIMIT = 1e18
+"""Most seconds of a duration, longer than the world is old: their sums and products stay far from a float's end."""
+
+Count = Annotated[int, Field(ge=0, le=COUNT_LIMIT)]
+Positive = Annotated[int, Field(gt=0, le=COUNT_LIMIT)]
+Duration = Annotated[float, Field(ge=0, le=SECONDS_LIMIT, allow_inf_nan=False)]
+Shift = Annotated[float, Field(ge=-SECONDS_LIMIT, le=SECONDS_LIMIT, allow_inf_nan=False)]
+"""Seconds that clocks which disagree can make negative."""
+
 Figure = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -49,9 +59,9 @@ class Cell:
         prefix_hit: share of each prompt, in percent, that earlier prompts of the same cell and round began with.
     """
 
-    prompt_tokens: Annotated[int, Field(gt=0)]
-    output_tokens: Annotated[int, Field(gt=0)]
-    concurrency: Annotated[int, Field(gt=0)] | None = None
+    prompt_tokens: Positive
+    output_tokens: Positive
+    concurrency: Positive | None = None
     rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     prefix_hit: Annotated[int, Field(ge=0, le=100)] = 0
 
@@ -128,8 +138,8 @@ class StageTimes:
         notes: what a reader must know, such as clocks that disagree.
     """
 
-    seconds: dict[str, Figure]
-    beside: dict[str, Figure] = Field(default_factory=dict)
+    seconds: dict[str, Shift]
+    beside: dict[str, Shift] = Field(default_factory=dict)
     requests: Count = 0
     notes: tuple[str, ...] = ()
 
@@ -180,11 +190,13 @@ class AnswerCheck:
     """A sample of a cell's answers beside what prefill alone answers to the same prompts, at temperature 0.
 
     Attributes:
-        compared: how many were asked again.
+        compared: how many could be set against prefill's.
         equal: how many were the same.
-        unstable: how many cannot be judged: prefill alone gave two answers to the same prompt, alone and among others.
+        unstable: how many cannot be judged: prefill alone gave two answers to the same prompt, alone and among others,
+            and up to where these part, the cluster's is the same.
         different: the rest. Any makes the whole bench invalid.
-        error: why nothing could be compared; empty if it could.
+        error: how many could not be compared, and why; empty if all could.
+        asked: how many were to be asked again; 0 in files that do not tell.
     """
 
     compared: Count = 0
@@ -192,6 +204,12 @@ class AnswerCheck:
     unstable: Count = 0
     different: tuple[Difference, ...] = ()
     error: str = ""
+    asked: Count = 0
+
+    @property
+    def wanted(self) -> int:
+        """How many there were to compare."""
+        return max(self.asked, self.compared)
 
 
 @checked(frozen=True, config=_CONFIG)
@@ -207,12 +225,12 @@ class CellRun:
         stages: where the time to first token went; None if it could not be told.
         transfers: counters over the cell.
         answers: the comparison; None if none was asked for.
-        complete: False if it was cut short.
+        complete: False if it was cut short, or an instance was lost. Its times may be shown, and are in no ratio.
         trouble: what went wrong beside single requests, such as an instance that ended.
     """
 
     mode: Mode
-    round: Annotated[int, Field(ge=1)]
+    round: Positive
     cell: Cell
     duration_s: Duration
     samples: tuple[Sample, ...]
@@ -238,6 +256,7 @@ class InstanceFacts:
         host: SSH name.
         flags: its arguments without the program, paths of the user's home, secrets, and what the mode decides.
         versions: by package: vllm, nixl, torch, python.
+        env: environment variables that were set for it, without secrets.
     """
 
     name: str
@@ -245,6 +264,7 @@ class InstanceFacts:
     host: str
     flags: tuple[str, ...] = ()
     versions: dict[str, str] = Field(default_factory=dict)
+    env: dict[str, str] = Field(default_factory=dict)
 
 
 @checked(frozen=True, config=_CONFIG)
@@ -259,6 +279,8 @@ class Environment:
         pdctl: version of pdctl.
         generator: name and version of what made the load.
         generator_host: where it ran.
+        transfer: how KV was transferred, as set in the cluster file: timeout_s, lease_s, load_failure_policy, and extra
+            as JSON.
     """
 
     model: str
@@ -268,6 +290,7 @@ class Environment:
     pdctl: str
     generator: str = ""
     generator_host: str = ""
+    transfer: dict[str, str] = Field(default_factory=dict)
 
 
 @checked(frozen=True, config=_CONFIG)
@@ -286,8 +309,8 @@ class Settings:
 
     modes: tuple[Mode, ...]
     cells: tuple[Cell, ...]
-    rounds: Annotated[int, Field(ge=1)] = 1
-    requests: Annotated[int, Field(ge=1)] = 100
+    rounds: Positive = 1
+    requests: Positive = 100
     warmup: Count = 4
     seed: int = 0
     answers: Count = 4
@@ -411,9 +434,11 @@ def sample_figure(sample: Sample, figure: str) -> list[float]:
 
 
 __all__ = [
+    "COUNT_LIMIT",
     "MODES",
     "MODE_WORDS",
     "SCHEMA",
+    "SECONDS_LIMIT",
     "STAGES",
     "AnswerCheck",
     "Cell",

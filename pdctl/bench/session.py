@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from pdctl.bench.results import AnswerCheck, Cell, CellRun, Mode, Results, Sample, StageTimes, Transfers
@@ -20,14 +20,31 @@ _MOST_FAILED = 0.5
 """Share of failed requests of a cell from which on going on makes no sense."""
 
 
+@dataclass(frozen=True)
+class Observed:
+    """What the instances say of a cell.
+
+    Attributes:
+        stages: where the time went; None if it is not known.
+        transfers: what was moved.
+        trouble: what went wrong, for people.
+        lost: whether an instance ended, was restarted or did not answer: then the cell is no whole one.
+    """
+
+    stages: StageTimes | None = None
+    transfers: Transfers = field(default_factory=Transfers)
+    trouble: tuple[str, ...] = ()
+    lost: bool = False
+
+
 class Watch(Protocol):
     """Looks at what the instances say of a cell."""
 
     def begin(self) -> None:
         """Remember how everything stands."""
 
-    def end(self, samples: Sequence[Sample]) -> tuple[StageTimes | None, Transfers, tuple[str, ...]]:
-        """What has changed since: where the time went, what was moved, and what went wrong."""
+    def end(self, samples: Sequence[Sample]) -> Observed:
+        """What has changed since."""
 
 
 class Generator(Protocol):
@@ -149,7 +166,7 @@ class Session:
         except KeyboardInterrupt:
             return Outcome(self._ended("interrupted"), interrupted=True)
         except PdctlError as error:
-            return Outcome(self._ended(error.message.partition("\n")[0]), error=error)
+            return Outcome(self._ended(_reason(error)), error=error)
         return Outcome(self._ended(""))
 
     def _run(self) -> None:
@@ -200,50 +217,82 @@ class Session:
 
         watch = cluster.watch()
         watch.begin()
-        begin = self._clock()
+        run = CellRun(turn.mode, turn.round, cell, 0.0, (), complete=False)
         try:
             took = generator.load(
                 cell, requests=requests, seed=seed, measured=True, keep=settings.answers, on_sample=on_sample
             )
-        except (KeyboardInterrupt, PdctlError) as error:
-            reason = "interrupted" if isinstance(error, KeyboardInterrupt) else error.message.partition("\n")[0]
-            if samples:
-                self._add(
-                    CellRun(
-                        turn.mode, turn.round, cell, self._clock() - begin, _in_order(samples), complete=False,
-                        trouble=(reason,),
-                    )
-                )  # fmt: skip
-            raise
-        stages, transfers, trouble = watch.end(samples)
-        run = CellRun(turn.mode, turn.round, cell, took, _in_order(samples), stages, transfers, trouble=trouble)
-        failed = len(samples) - len(run.good)
-        if failed > _MOST_FAILED * len(samples):
-            # Kept before anything else is asked of a cluster that may be dead.
-            self._add(replace(run, complete=False))
-            raise _most_failed(turn, cell, run)
-        if settings.answers:
-            self._progress.detail("comparing answers with prefill alone")
-            run = replace(run, answers=generator.answers(cell))
-        self._add(run)
-        for text in trouble:
-            self._progress.warning(f"{turn.mode}, {cell.name}: {text}")
-        if run.answers is not None and run.answers.different:
-            self._progress.warning(
-                f"{turn.mode}, {cell.name}: {len(run.answers.different)} of {run.answers.compared} answers differ from "
-                "what prefill alone answers: this bench is INVALID"
+            run = replace(run, samples=_in_order(samples), duration_s=took, complete=True)
+            observed = watch.end(samples)
+            run = replace(
+                run,
+                stages=observed.stages,
+                transfers=observed.transfers,
+                trouble=observed.trouble,
+                complete=not observed.lost,
             )
-        if run.answers is not None and run.answers.error:
-            self._progress.warning(f"{turn.mode}, {cell.name}: answers were not compared: {run.answers.error}")
+            failed = len(samples) - len(run.good)
+            if failed > _MOST_FAILED * len(samples):
+                # Nothing more is asked of a cluster that may be dead.
+                run = replace(run, complete=False)
+                raise _most_failed(turn, cell, run)
+            if settings.answers:
+                self._progress.detail("comparing answers with prefill alone")
+                run = replace(run, answers=AnswerCheck(error="they were not compared to the end"))
+                run = replace(run, answers=generator.answers(cell))
+        except (KeyboardInterrupt, PdctlError) as error:
+            if not run.samples:
+                # In the middle of the load.
+                run = replace(run, samples=_in_order(samples), duration_s=_span_s(samples))
+            if run.samples:
+                run = replace(run, trouble=(*run.trouble, _reason(error)))
+                self._add(run)
+            raise
+        self._add(run)
+        self._warn(run)
+
+    def _warn(self, run: CellRun) -> None:
+        where = f"{run.mode}, {run.cell.name}"
+        for text in run.trouble:
+            self._progress.warning(f"{where}: {text}")
+        answers = run.answers
+        if answers is not None and answers.different:
+            count, of = len(answers.different), answers.compared
+            self._progress.warning(
+                f"{where}: {count} of {of} answers {'differs' if count == 1 else 'differ'} from what prefill alone "
+                "answers: this bench is INVALID"
+            )
+        if answers is not None and answers.error:
+            self._progress.warning(f"{where}: not all answers were compared: {answers.error}")
 
     def _add(self, run: CellRun) -> None:
         self._results = replace(self._results, runs=(*self._results.runs, run), ended_unix=time.time())
         self._keep(self._results)
 
     def _ended(self, because: str) -> Results:
+        partial = [run for run in self._results.runs if not run.complete]
+        if not because and partial:
+            because = "; ".join(partial[0].trouble) or "a cell was cut short"
         self._results = replace(self._results, complete=not because, incomplete_because=because, ended_unix=time.time())
-        self._keep(self._results)
+        try:
+            self._keep(self._results)
+        except PdctlError as error:
+            # What was kept last stays; the cluster must still be brought back to how it was.
+            self._progress.warning(f"the results could not be written: {error.message}")
+            self._results = replace(
+                self._results, complete=False, incomplete_because=because or f"not written: {error.message}"
+            )
         return self._results
+
+
+def _reason(error: BaseException) -> str:
+    return error.message.partition("\n")[0] if isinstance(error, PdctlError) else "interrupted"
+
+
+def _span_s(samples: Sequence[Sample]) -> float:
+    """From the first request to the last answer."""
+    ends = [sample.started_unix + sample.latency_s for sample in samples]
+    return max(0.0, max(ends) - min(sample.started_unix for sample in samples)) if ends else 0.0
 
 
 def _forget(sample: Sample) -> None:

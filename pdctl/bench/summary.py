@@ -6,13 +6,16 @@ Tables, the HTML report, the gate and ``--json`` all read these types, whether t
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from pdctl.bench.results import (
+    COUNT_LIMIT,
     MODE_WORDS,
+    SECONDS_LIMIT,
     STAGES,
     AnswerCheck,
     Cell,
@@ -79,13 +82,14 @@ class ModeSummary:
         requests: sent and counted, with those that failed.
         failed: not answered in full.
         errors: how many by reason (a line), the most frequent first; what is rare is put together.
-        figures: times in seconds by name in :data:`FIGURES`; without those that nothing was measured of.
-        requests_per_s: answered, over the time of all rounds; None if no time passed.
-        output_tokens_per_s: of what was answered.
+        figures: times in seconds by name in :data:`FIGURES`; without those that nothing was measured of. Of all runs,
+            and so marked by ``complete``; ratios are of complete runs alone.
+        requests_per_s: answered, over the time of all complete runs; None if there are none, or no time passed.
+        output_tokens_per_s: of what was answered, likewise.
         stages: mean over requests; None if it could not be told.
         transfers: sums; None only in what no run counted.
         answers: sums; None if none was asked for.
-        complete: False if a round was cut short or is missing.
+        complete: False if a round was cut short, lost an instance, or is missing.
         trouble: what went wrong beside single requests, by round.
     """
 
@@ -215,7 +219,15 @@ def summarise(results: Results, *, draws: int = DRAWS) -> Summary:
 
 def incomplete_because(results: Results) -> str:
     """Why results are not all that was asked for; empty if they are."""
-    return "" if results.complete else results.incomplete_because or "the bench did not come to its end"
+    if not results.complete:
+        return results.incomplete_because or "the bench did not come to its end"
+    partial = [run for run in results.runs if not run.complete]
+    if not partial:
+        return ""
+    first = partial[0]
+    why = f": {first.trouble[0]}" if first.trouble else ""
+    many = f", first of {len(partial)}" if len(partial) > 1 else ""
+    return f"{first.mode}, {first.cell.name}, round {first.round} is partial{many}{why}"
 
 
 def _summarise_cell(results: Results, cell: Cell, draws: int) -> CellSummary:
@@ -251,7 +263,9 @@ def summarise_mode(
     figures = {
         figure: percentiles(value for sample in good for value in sample_figure(sample, figure)) for figure in FIGURES
     }
-    duration = sum(run.duration_s for run in runs)
+    whole = complete_runs(runs)
+    duration = sum(run.duration_s for run in whole)
+    served = [sample for run in whole for sample in run.good]
     measured = len({run.round for run in runs})
     return ModeSummary(
         mode=column or mode,
@@ -261,14 +275,19 @@ def summarise_mode(
         failed=len(samples) - len(good),
         errors=_most_frequent(errors),
         figures={figure: made for figure, made in figures.items() if made is not None},
-        requests_per_s=len(good) / duration if duration else None,
-        output_tokens_per_s=sum(sample.output_tokens for sample in good) / duration if duration else None,
+        requests_per_s=_per_second(len(served), duration),
+        output_tokens_per_s=_per_second(sum(sample.output_tokens for sample in served), duration),
         stages=_stages(runs),
         transfers=_transfers([run.transfers for run in runs]),
         answers=_answers([run.answers for run in runs if run.answers is not None]),
         complete=measured >= rounds and all(run.complete for run in runs),
         trouble=_trouble(runs),
     )
+
+
+def complete_runs(runs: Iterable[CellRun]) -> list[CellRun]:
+    """Those whose times may be compared: of a run that was cut short the slow requests are missing."""
+    return [run for run in runs if run.complete]
 
 
 def compare_runs(
@@ -280,7 +299,7 @@ def compare_runs(
     compared: Sequence[tuple[str, Statistic]] = COMPARED,
     paired: bool = True,
 ) -> list[Comparison]:
-    """``mine / other`` in every figure.
+    """``mine / other`` in every figure, over complete runs alone.
 
     Args:
         mine: name of the column, and its runs of one cell.
@@ -290,7 +309,7 @@ def compare_runs(
         compared: figures and statistics; those in :data:`RATES` go by ``mean``.
         paired: whether the rounds of both took turns. Then only rounds that both have are compared.
     """
-    left, right = _by_round(mine[1]), _by_round(other[1])
+    left, right = (_by_round(complete_runs(runs)) for _, runs in (mine, other))
     if paired:
         common = left.keys() & right.keys()
         left = {number: runs for number, runs in left.items() if number in common}
@@ -336,10 +355,16 @@ def _rates(rounds: Mapping[int, Sequence[CellRun]], figure: str) -> list[float]:
             len(run.good) if figure == "requests_per_s" else sum(sample.output_tokens for sample in run.good)
             for run in runs
         )
-        duration = sum(run.duration_s for run in runs)
-        if duration:
-            found.append(amount / duration)
+        rate = _per_second(amount, sum(run.duration_s for run in runs))
+        if rate is not None:
+            found.append(rate)
     return found
+
+
+def _per_second(amount: int, seconds: float) -> float | None:
+    """None if no run took time, or so little that it is no rate."""
+    rate = amount / seconds if seconds else math.inf
+    return rate if math.isfinite(rate) else None
 
 
 def _reason(error: str) -> str:
@@ -381,13 +406,13 @@ def _stages(runs: Sequence[CellRun]) -> StageTimes | None:
     names = dict.fromkeys([*STAGES, *(name for one in known for name in one.seconds)])
     for name in names:
         having = [one for one in known if name in one.seconds]
-        total = sum(one.seconds[name] * one.requests for one in having) / requests
+        total = sum(one.seconds[name] * (one.requests / requests) for one in having)
         if not having:
             continue
         if name != "rest" and len(having) < len(known):
             folded.append(name)
         into = "rest" if name in folded else name
-        seconds[into] = seconds.get(into, 0.0) + total
+        seconds[into] = max(-SECONDS_LIMIT, min(SECONDS_LIMIT, seconds.get(into, 0.0) + total))
     # Where ``rest`` was first made by a stage before it, it still stands last.
     if "rest" in seconds:
         seconds["rest"] = seconds.pop("rest")
@@ -396,41 +421,55 @@ def _stages(runs: Sequence[CellRun]) -> StageTimes | None:
         notes[f"{', '.join(folded)}: not told apart in every round, so part of rest"] = None
     if len(known) < len(runs):
         notes[f"stages are known of {len(known)} of {len(runs)} rounds"] = None
-    return StageTimes(seconds, _beside(known), requests, tuple(notes))
+    return StageTimes(seconds, _beside(known), min(requests, COUNT_LIMIT), tuple(notes))
 
 
 def _beside(known: Sequence[StageTimes]) -> dict[str, float]:
     found = {}
     for name in dict.fromkeys(name for one in known for name in one.beside):
         having = [one for one in known if name in one.beside]
-        found[name] = sum(one.beside[name] * one.requests for one in having) / sum(one.requests for one in having)
+        requests = sum(one.requests for one in having)
+        mean = sum(one.beside[name] * (one.requests / requests) for one in having)
+        found[name] = max(-SECONDS_LIMIT, min(SECONDS_LIMIT, mean))
     return found
 
 
 def _transfers(counted: Sequence[Transfers]) -> Transfers:
+    # How many requests is not known of all rounds, if it is not of one that computed something again.
+    unknown = any(one.recomputed_tokens and one.recomputed_requests is None for one in counted)
     return Transfers(
         completed=_sum(one.completed for one in counted),
         failed=_sum(one.failed for one in counted),
         expired=_sum(one.expired for one in counted),
         bytes=_sum(one.bytes for one in counted),
         seconds=_sum(one.seconds for one in counted),
-        recomputed_requests=_sum(one.recomputed_requests for one in counted),
+        recomputed_requests=None if unknown else _sum(one.recomputed_requests for one in counted),
         recomputed_tokens=_sum(one.recomputed_tokens for one in counted),
     )
 
 
 def _sum(values: Iterable[_T | None]) -> _T | None:
     known = [value for value in values if value is not None]
-    return sum(known[1:], known[0]) if known else None
+    if not known:
+        return None
+    total = sum(known[1:], known[0])
+    # Sums of absurd figures are as absurd as the largest one.
+    return min(total, type(total)(SECONDS_LIMIT if isinstance(total, float) else COUNT_LIMIT))
 
 
 def _answers(checks: Sequence[AnswerCheck]) -> AnswerCheck | None:
     if not checks:
         return None
+    errors = Counter(one.error for one in checks if one.error)
     return AnswerCheck(
-        compared=sum(one.compared for one in checks),
-        equal=sum(one.equal for one in checks),
-        unstable=sum(one.unstable for one in checks),
+        compared=_count_of(one.compared for one in checks),
+        equal=_count_of(one.equal for one in checks),
+        unstable=_count_of(one.unstable for one in checks),
         different=tuple(difference for one in checks for difference in one.different),
-        error="; ".join(dict.fromkeys(one.error for one in checks if one.error)),
+        error="; ".join(f"{text} (in {count} rounds)" if count > 1 else text for text, count in errors.items()),
+        asked=_count_of(one.wanted for one in checks),
     )
+
+
+def _count_of(counts: Iterable[int]) -> int:
+    return min(sum(counts), COUNT_LIMIT)

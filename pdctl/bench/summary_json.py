@@ -102,6 +102,7 @@ def _stages(stages: StageTimes) -> dict[str, Any]:
 
 def _answers(answers: AnswerCheck) -> dict[str, Any]:
     return {
+        "asked": answers.wanted,
         "compared": answers.compared,
         "equal": answers.equal,
         "unstable": answers.unstable,

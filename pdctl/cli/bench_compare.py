@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from pdctl.bench.results import Mode, Settings
     from pdctl.cli.bench_cluster import Relaunching
     from pdctl.cli.bench_output import Measured
-    from pdctl.cli.progress import Display
+    from pdctl.hosts.fleet import Fleet
     from pdctl.plan import ClusterPlan
 
 
@@ -66,6 +67,7 @@ def command(
 
         raise click.exceptions.Exit(compare_files(files, allow_different=allow_different, as_json=as_json))
     from pdctl.bench.settings import parse_modes
+    from pdctl.cli.bench_cluster import check_planned_lengths
     from pdctl.cli.bench_options import make_settings
 
     if allow_different:
@@ -73,6 +75,7 @@ def command(
     wishes = LoadWishes(**options)
     plan = load_plan(file, require_secrets=True)
     settings = make_settings(wishes, parse_modes(modes or "pull,push"), rounds)
+    check_planned_lengths(plan, settings)
     measured = _measure(plan, settings, wishes, timeout_s, yes=yes, as_json=as_json, file_option=file_words(file))
     raise click.exceptions.Exit(measured.show(as_json=as_json))
 
@@ -90,18 +93,13 @@ def _measure(
     from pdctl.bench.schedule import turns
     from pdctl.cli.bench_cluster import Relaunching, environment, generator_instance
     from pdctl.cli.bench_options import results_folder
-    from pdctl.cli.bench_output import measure
+    from pdctl.cli.bench_output import measure, print_launch_failure
     from pdctl.cli.preflight import PreflightFailed, preflight, print_preflight_failure
     from pdctl.cli.progress import reporting
     from pdctl.hosts.fleet import Fleet
-    from pdctl.lifecycle.status import status
 
     with Fleet(plan.spec) as fleet:
-        before = status(plan, fleet)
-        for host, reason in before.unreachable.items():
-            message = reason.removeprefix(f"{host}: ")
-            raise HostUnreachable(host, message, hint="pdctl doctor says why; nothing was launched")
-        ran = any(one.state not in ("absent", "exited") for one in before.instances)
+        ran = _runs(plan, fleet, settings)
         launches = sum(turn.relaunch for turn in turns(settings.modes, settings.rounds)) + (1 if ran else 0)
         _ask(plan, launches, ran=ran, yes=yes)
         with reporting(quiet=as_json) as display:
@@ -111,20 +109,52 @@ def _measure(
                 raise click.exceptions.Exit(
                     print_preflight_failure(plan, error.outcome, as_json=as_json, file_option=file_option)
                 ) from None
+            facts = environment(plan, fleet, generator_instance(plan, wishes.generator_host))
+            folder = results_folder(wishes, plan)
             launcher = Relaunching(
                 plan,
                 fleet,
-                display,
                 settings,
                 generator_host=wishes.generator_host,
                 request_timeout_s=wishes.request_timeout_s,
                 boot_timeout_s=boot_timeout_s,
             )
-            facts = environment(plan, fleet, generator_instance(plan, wishes.generator_host))
-            folder = results_folder(wishes, plan)
-            measured = measure("compare", plan, settings, facts, launcher, folder, display)
-            _restore(plan, launcher, display, ran=ran, file_option=file_option)
-            return measured
+        measured: Measured | None = None
+        left = ""
+        try:
+            with reporting(quiet=as_json) as display:
+                launcher.display = display
+                measured = measure("compare", plan, settings, facts, launcher, folder, display)
+            # Bringing the cluster back moves the logs of what did not come up out of the way.
+            print_launch_failure(plan, measured.outcome.error)
+        finally:
+            with reporting(quiet=as_json) as display:
+                launcher.display = display
+                doubtful = measured is None or not measured.outcome.results.complete
+                left = _restore(plan, launcher, ran=ran, doubtful=doubtful, file_option=file_option)
+            if left and measured is None:
+                click.echo(f"warning: {left}", err=True)
+        return replace(measured, left=left)
+
+
+def _runs(plan: ClusterPlan, fleet: Fleet, settings: Settings) -> bool:
+    """Whether the cluster runs now, or parts of it.
+
+    Raises:
+        HostUnreachable: a host cannot be asked.
+        UsageError: it runs, and does not take prompts of such a length.
+    """
+    from pdctl.cli.bench_cluster import check_lengths
+    from pdctl.lifecycle.nodes import Nodes
+    from pdctl.lifecycle.status import status
+
+    before = status(plan, fleet)
+    for host, reason in before.unreachable.items():
+        message = reason.removeprefix(f"{host}: ")
+        raise HostUnreachable(host, message, hint="pdctl doctor says why; nothing was launched")
+    if before.healthy:
+        check_lengths(Nodes(plan, fleet), plan, settings)
+    return any(one.state not in ("absent", "exited") for one in before.instances)
 
 
 def _ask(plan: ClusterPlan, launches: int, *, ran: bool, yes: bool) -> None:
@@ -138,25 +168,36 @@ def _ask(plan: ClusterPlan, launches: int, *, ran: bool, yes: bool) -> None:
     click.confirm(f"{what}{running}. Go on?", abort=True, err=True)
 
 
-def _restore(plan: ClusterPlan, launcher: Relaunching, display: Display, *, ran: bool, file_option: str) -> None:
-    """Leave the cluster as it was before; if that fails, say how it was left."""
+def _restore(plan: ClusterPlan, launcher: Relaunching, *, ran: bool, doubtful: bool, file_option: str) -> str:
+    """Leave the cluster as it was before.
+
+    Args:
+        plan: as the cluster file says.
+        launcher: what has launched it in other modes.
+        ran: whether it ran before.
+        doubtful: whether something went wrong, so that it must be looked at even if it runs in the right mode.
+        file_option: `` -f FILE`` for the commands that are suggested.
+
+    Returns:
+        how it was left, if that is not as it was before.
+    """
     from pdctl.cli.bench_cluster import mode_of
 
     own: Mode = mode_of(plan)
+    if not launcher.touched:
+        return ""
     try:
-        if ran and launcher.running != own:
-            display.step(f"launching it as the cluster file says ({own})")
-            launcher.launch(own)
-        elif not ran:
-            display.step("taking the cluster down, as it was before")
+        if not ran:
+            launcher.display.step("taking the cluster down, as it was before")
             launcher.take_down()
+        elif launcher.running != own or (doubtful and not launcher.healthy()):
+            launcher.display.step(f"launching it as the cluster file says ({own})")
+            launcher.launch(own)
     except KeyboardInterrupt:
-        left = f"it runs in mode {launcher.running}" if launcher.running else "parts of it may run"
-        display.warning(
-            f"interrupted: the cluster was not brought back to how it was; {left} (pdctl status{file_option}; "
-            f"pdctl down{file_option} and pdctl up{file_option} bring it back)"
+        return (
+            f"interrupted: the cluster was not brought back to how it was, and parts of it may run or be down: "
+            f"pdctl status{file_option} shows it, pdctl down{file_option} and pdctl up{file_option} bring it back"
         )
     except PdctlError as error:
-        display.warning(
-            f"the cluster could not be brought back to how it was: {error.message} (pdctl status{file_option})"
-        )
+        return f"the cluster could not be brought back to how it was: {error.message} (pdctl status{file_option})"
+    return ""

@@ -7,15 +7,22 @@ from typing import Any
 
 import click
 
-from pdctl.cli.bench_options import LoadWishes, load_options
+from pdctl.cli.bench_options import MOST_ROUNDS, LoadWishes, load_options
 from pdctl.cli.options import cluster_file, json_output, load_plan
 
 
 @click.command("run", short_help="Load the running cluster.")
 @cluster_file
+@click.option(
+    "--rounds",
+    type=click.IntRange(1, MOST_ROUNDS),
+    default=4,
+    show_default=True,
+    help="How often all loads are measured in turn; the requests are spread over them.",
+)
 @load_options
 @json_output
-def command(file: Path, as_json: bool, **options: Any) -> None:
+def command(file: Path, rounds: int, as_json: bool, **options: Any) -> None:
     """Load the running cluster through its router, and tell TTFT, TPOT, and where the time goes.
 
     The load is made by `vllm bench serve` of a node's own vLLM, with prompts that were never sent before. Launches and
@@ -31,7 +38,7 @@ def command(file: Path, as_json: bool, **options: Any) -> None:
 
     wishes = LoadWishes(**options)
     plan = load_plan(file, require_secrets=True)
-    settings = make_settings(wishes, (mode_of(plan),), 1)
+    settings = make_settings(wishes, (mode_of(plan),), rounds)
     host = generator_instance(plan, wishes.generator_host)
     with Fleet(plan.spec) as fleet, reporting(quiet=as_json) as display:
         display.step("looking at the cluster")
@@ -39,5 +46,5 @@ def command(file: Path, as_json: bool, **options: Any) -> None:
         facts = environment(plan, fleet, host)
         folder = results_folder(wishes, plan)
         launcher = Standing(plan, fleet, display, host, wishes.request_timeout_s)
-        outcome = measure("run", plan, settings, facts, launcher, folder, display)
-    raise click.exceptions.Exit(outcome.show(as_json=as_json))
+        measured = measure("run", plan, settings, facts, launcher, folder, display)
+    raise click.exceptions.Exit(measured.show(as_json=as_json))

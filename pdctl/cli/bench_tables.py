@@ -5,6 +5,7 @@ Every text that came from a cluster is shown without anything that a terminal wo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rich import box
@@ -40,6 +41,7 @@ _MOST_DIFFERENCES = 3
 _TEXT_WIDTH = 200
 _NAME_WIDTH = 12
 _RATIO_WIDTH = 18
+_LARGE = 1e9
 _PAIR_WIDTH = 56
 """A ratio with its interval, and the longest verdict."""
 
@@ -140,7 +142,10 @@ def _figures(cell: CellSummary, *, wide: bool) -> Table:
         *((f"{_TITLES[figure]} {statistic}", _time(figure, statistic)) for figure, statistic in (*_SHOWN, *_LAST)),
         ("tokens/s", lambda mode: _number(mode.output_tokens_per_s)),
         ("requests/s", lambda mode: _number(mode.requests_per_s)),
-        ("requests", lambda mode: Text(str(mode.requests) if mode.complete else f"{mode.requests} (cut short)")),
+        (
+            "requests",
+            lambda mode: Text(str(mode.requests)) if mode.complete else Text(f"{mode.requests} (partial)", _WARNING),
+        ),
         ("errors", lambda mode: Text(str(mode.failed), style=_BAD if mode.failed else "")),
     ]
     return _grid(rows, cell.modes, across=wide)
@@ -224,11 +229,14 @@ def _compared(one: Comparison | None) -> tuple[Text, Text]:
 def _ratio(ratio: Ratio | None, *, thin: bool) -> Text:
     if ratio is None:
         return _missing()
-    return Text(f"{'~' if thin else ''}{ratio.value:.2f} [{_end(ratio.low)}, {_end(ratio.high)}]")
+    value = f"{ratio.value:.2f}" if ratio.value < _LARGE else f"{ratio.value:.3g}"
+    return Text(f"{'~' if thin else ''}{value} [{_end(ratio.low)}, {_end(ratio.high)}]")
 
 
 def _end(value: float) -> str:
     """An end of an interval: never rounded to the 1 that it is beside, which is what the verdict hangs on."""
+    if value >= _LARGE:
+        return f"{value:.3g}"
     texts = [f"{value:.{digits}f}" for digits in (2, 3, 4)]
     return texts[0] if value == 1 else next((text for text in texts if float(text) != 1), texts[0])
 
@@ -298,13 +306,24 @@ def _transfers(mode: ModeSummary) -> Text | None:
             parts.append(Text(f"{number:,} {name}", style=_BAD if number else ""))
     if counted.bytes is not None:
         parts.append(Text(_size(counted.bytes)))
-        if counted.seconds:
-            parts.append(Text(f"{counted.bytes / counted.seconds / 1e9:.3g} GB/s while moving"))
-    recomputed = counted.recomputed_requests
-    if recomputed is not None:
-        tokens = "" if counted.recomputed_tokens is None else f" ({counted.recomputed_tokens:,} tokens)"
-        parts.append(Text(f"recomputed for {recomputed:,} requests{tokens}", style=_WARNING if recomputed else ""))
+        speed = counted.bytes / counted.seconds / 1e9 if counted.seconds else math.inf
+        if math.isfinite(speed):
+            parts.append(Text(f"{speed:.3g} GB/s while moving"))
+    parts += _recomputed(counted)
     return Text.assemble("transfers ", Text(", ").join(parts))
+
+
+def _recomputed(counted: Transfers) -> Iterator[Text]:
+    """What decode computed although its KV should have come. Its tokens tell that there is some, whoever lost it."""
+    tokens, requests = counted.recomputed_tokens, counted.recomputed_requests
+    if tokens is None and requests is None:
+        return
+    if not tokens and not requests:
+        yield Text("nothing computed again by decode")
+        return
+    amount = "an unknown number of tokens" if tokens is None else f"{tokens:,} tokens"
+    whose = "requests not known" if requests is None else f"of {requests:,} request{'' if requests == 1 else 's'}"
+    yield Text(f"{amount} computed again by decode, {whose}", style=_WARNING)
 
 
 def _answers(mode: ModeSummary) -> Text | None:
@@ -312,14 +331,14 @@ def _answers(mode: ModeSummary) -> Text | None:
     if answers is None:
         return None
     if answers.error and not answers.compared:
-        return Text(f"answers not compared: {_safe(answers.error)}", style=_WARNING)
+        return Text(f"answers not compared: {_safe(answers.error)}", style=_BAD)
     text = Text(f"answers {answers.equal} of {answers.compared} equal to what prefill alone gives")
     if answers.unstable:
         text.append(f", {answers.unstable} cannot be judged (prefill alone gave two answers)")
     if answers.different:
         text.append(f", {len(answers.different)} WRONG", style=_BAD)
     if answers.error:
-        text.append(f"; not all were compared: {_safe(answers.error)}", style=_WARNING)
+        text.append(f"; {answers.compared} of {answers.wanted} compared; {_safe(answers.error)}", style=_WARNING)
     return text
 
 
@@ -385,8 +404,10 @@ def _number(value: float | None) -> Text:
 
 
 def _figure(value: float) -> str:
-    """Three digits or all before the point."""
+    """Three digits or all before the point, unless it is absurd."""
     size = abs(value)
+    if size >= _LARGE:
+        return f"{value:.3g}"
     return f"{value:,.0f}" if size >= 100 else f"{value:.1f}" if size >= 10 else f"{value:.2f}"
 
 

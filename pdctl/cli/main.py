@@ -135,8 +135,11 @@ def _interrupt(signal_number: int, frame: FrameType | None) -> NoReturn:
 
 def main() -> None:
     """Entry point: run the command line and turn its outcome into an exit code."""
-    # A supervisor's SIGTERM deserves the same clean-up as Ctrl-C.
+    # A supervisor's SIGTERM and a terminal that is gone deserve the same clean-up as Ctrl-C.
     signal.signal(signal.SIGTERM, _interrupt)
+    # Ignored under nohup, and then it stays so.
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, _interrupt)
     try:
         try:
             code = _run()

@@ -13,7 +13,7 @@ Standard input, one JSON object a line:
 * ``{"do": "stop"}`` ends the load that runs; its other requests are closed. Without one it does nothing.
 
 Standard output is `PREFIX` and one JSON object a line: ``ready`` (generator, version, python), ``begun`` (unix: prompts
-are made), ``samples`` (a few requests that have ended), ``done`` (duration_s, stopped), ``answer`` (request, got,
+are made), ``samples`` (a few requests that have ended), ``done`` (duration_s, stopped, kept), ``answer`` (request, got,
 alone, among, error) for each kept prompt, ``answered`` after the last, ``failed`` (code, reason, hint). vLLM's own
 output goes to standard error.
 
@@ -48,6 +48,8 @@ GENERATOR = "vllm bench serve"
 OWN_TOKENS = 16
 MAX_OUTPUT_TOKENS = 100_000
 MAX_KEPT = 256
+# Prompts that a prefill instance is asked at the same time for answers.
+AT_ONCE = 64
 # Of a text that is compared: three of them make one line.
 MAX_TEXT = 200_000
 MAX_ERROR = 400
@@ -561,7 +563,9 @@ class Worker:
             stack.enter_context(replaced_item(functions, arguments.backend, load.request))
             stopped = asyncio.run(self._make(load, arguments))
         self._kept = load.kept()
-        self._voice.say({"is": "done", "duration_s": round(load.duration_s, 6), "stopped": stopped})
+        self._voice.say(
+            {"is": "done", "duration_s": round(load.duration_s, 6), "stopped": stopped, "kept": len(self._kept)}
+        )
 
     async def _make(self, load: Load, arguments: Any) -> bool:
         """Let vLLM make the requests; return whether it was stopped. What it left open is closed."""
@@ -645,14 +649,16 @@ class Worker:
         aiohttp = importlib.import_module("aiohttp")
         timeout = aiohttp.ClientTimeout(total=order["request_timeout_s"])
         async with aiohttp.ClientSession(timeout=timeout, trust_env=True) as session:
-            gate = asyncio.Semaphore(order["concurrency"])
+            gate = asyncio.Semaphore(AT_ONCE)
 
-            async def ask(prompt: str) -> Tuple[Optional[str], str]:
+            async def ask(number: int) -> Tuple[Optional[str], str]:
                 async with gate:
-                    return await complete(session, order, prompt)
+                    return await complete(session, order, self._kept[number][1])
 
-            alone = [await ask(prompt) for _, prompt, _ in self._kept]
-            among = await asyncio.gather(*(ask(prompt) for _, prompt, _ in self._kept))
+            alone = [await ask(number) for number in range(len(self._kept))]
+            places = batch(len(self._kept), order["concurrency"])
+            together = await asyncio.gather(*(ask(number) for number, _ in places))
+        among = {number: together[at] for at, (number, counts) in enumerate(places) if counts}
         for number, (place, _, got) in enumerate(self._kept):
             one, error = alone[number]
             other, other_error = among[number]
@@ -665,6 +671,17 @@ class Worker:
                 "error": error or other_error,
             })  # fmt: skip
         self._voice.say({"is": "answered"})
+
+
+def batch(kept: int, concurrency: int) -> List[Tuple[int, bool]]:
+    """Return which kept prompts to ask at the same time, and whether each answer counts.
+
+    Every prompt counts once. There are no fewer of them than `concurrency`, up to `AT_ONCE`: the others are the same
+    prompts again, evenly between, so that those that count run in a batch as large as that of the load.
+    """
+    count = max(kept, min(concurrency, AT_ONCE)) if kept else 0
+    counted = {(2 * number + 1) * count // (2 * kept): number for number in range(kept)}
+    return [(counted.get(place, place % kept), place in counted) for place in range(count)]
 
 
 async def complete(session: Any, order: Json, prompt: str) -> Tuple[Optional[str], str]:

@@ -169,7 +169,8 @@ def test_answers(generator: LoadGenerator, server: Completions, demo_model: Path
 
     server.key = "another"
     check = generator.answers(server.url, model="demo", output_tokens=5, concurrency=3)
-    assert (check.compared, check.error) == (0, "HTTP 401 Unauthorized: no key")
+    assert (check.compared, check.asked) == (0, 3)
+    assert check.error == "3 of 3 could not be asked again: HTTP 401 Unauthorized: no key"
 
 
 def test_what_cannot_be_made(generator: LoadGenerator, server: Completions, demo_model: Path, tmp_path: Path) -> None:

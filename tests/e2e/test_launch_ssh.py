@@ -154,9 +154,10 @@ def test_a_bench_of_which_an_instance_dies_keeps_what_it_has(
     instances = ssh_cluster.pdctl("status", "--json").json()["instances"]
     decode = next(instance for instance in instances if instance["name"] == "decode-0")
     out = tmp_path / "out"
-    words = ("bench", "run", "--prompt-tokens", "128", "--output-tokens", "8", "--concurrency", "2", "--requests", "12")
+    words = ("bench", "run", "--prompt-tokens", "128", "--output-tokens", "8", "--concurrency", "2", "--rate", "20")
+    more = ("--requests", "12", "--rounds", "1", "--warmup", "2", "--answers", "2", "--out", str(out))
     bench = subprocess.Popen(
-        ssh_cluster.command(*words, "--rate", "20", "--warmup", "2", "--answers", "2", "--out", str(out)),
+        ssh_cluster.command(*words, *more),
         env=ssh_cluster.environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

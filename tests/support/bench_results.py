@@ -134,19 +134,21 @@ def make_results(
 def make_environment(model: str = "Qwen/Qwen3-0.6B") -> Environment:
     """One prefill and one decode instance, and a router."""
     versions = {"vllm": "0.32.0", "nixl": "1.5.1", "torch": "2.11.0", "python": "3.12.8"}
+    env = {"VLLM_CPU_KVCACHE_SPACE": "4"}
     flags = ("--max-model-len", "8192", "--gpu-memory-utilization", "0.85")
     return Environment(
         model=model,
         accelerator="cpu",
         fabric="tcp",
         instances=(
-            InstanceFacts("prefill-0", "prefill", "node-a", flags, versions),
-            InstanceFacts("decode-0", "decode", "node-b", flags, versions),
+            InstanceFacts("prefill-0", "prefill", "node-a", flags, versions, env),
+            InstanceFacts("decode-0", "decode", "node-b", flags, versions, env),
             InstanceFacts("router", "router", "node-a", ("--policy", "round_robin"), {"vllm-router": "0.1.17"}),
         ),
         pdctl="0.6.0",
         generator="pdctl load 1",
         generator_host="node-a",
+        transfer={"timeout_s": "30", "load_failure_policy": "fail"},
     )
 
 

@@ -39,6 +39,7 @@ class Router:
         self.urls = {one.url: one.role for one in (*self.plan.prefill, *self.plan.decode)}
         self.asked: list[str] = []
         self.deaf = False
+        self.others = "ready"
         self.statuses = [IDLE]
         monkeypatch.setattr(module, "_ask_router", self.ask)
         monkeypatch.setattr(module, "status", self.status)
@@ -51,6 +52,9 @@ class Router:
         return json.dumps({"workers": [{"url": url, "worker_type": role} for url, role in self.urls.items()]})
 
     def status(self, plan: ClusterPlan, fleet: Any) -> ClusterStatus:
+        if not any(asked.startswith("POST") for asked in self.asked):
+            others = [one for one in plan.instances if one.role != "router"]
+            return ClusterStatus("c", tuple(replace(IDLE, name=one.name, state=self.others) for one in others), {})
         seen = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
         return ClusterStatus("c", (seen,), {})
 
@@ -90,6 +94,14 @@ def test_the_last_of_a_role_stays(router: Router) -> None:
     with pytest.raises(PdctlError, match="last decode"):
         router.drain("decode-1")
     assert sum(asked.startswith("POST") for asked in router.asked) == 1
+
+
+@pytest.mark.parametrize("state", ["exited", "unhealthy", "booting", "unreachable"])
+def test_the_last_that_is_well_stays_whoever_else_is_listed(router: Router, state: str) -> None:
+    router.others = state
+    with pytest.raises(PdctlError, match=f"last decode instance that serves .decode-1 is {state}"):
+        router.drain("decode-0")
+    assert router.asked == ["GET /workers"]
 
 
 def test_one_that_is_out_already_is_only_waited_for(router: Router) -> None:

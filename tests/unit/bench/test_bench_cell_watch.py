@@ -47,6 +47,9 @@ class Cluster:
         self.failed = 0
         self.routed_more = 0
         self.looks = 0
+        # By key; a rank that a request is not lost on has received it.
+        self.lost: dict[str, str] = {}
+        self.forgets = False
 
     def read(self, wanted: Sequence[Wanted]) -> list[bytes | None]:
         self.looks += 1
@@ -100,6 +103,11 @@ class Cluster:
             {"side": role, "key": f"k{n}", "attempt": n, "outcome": end, "started_unix": NOW + n, "stages": stages}
             for n in range(self.first, done)
         ]
+        if role == "decode" and not self.forgets:
+            entries += [
+                {"side": role, "key": key, "attempt": n, "outcome": outcome, "started_unix": NOW, "stages": {}}
+                for n, (key, outcome) in enumerate(self.lost.items())
+            ]
         return json.dumps({"state": "recent", "unix": NOW, "transfers": entries}).encode()
 
 
@@ -229,6 +237,64 @@ def test_recomputed_requests_are_those_whose_transfer_failed() -> None:
     assert (facts.transfers.recomputed_requests, facts.transfers.recomputed_tokens) == (None, 1024)
     facts = measured(Cluster("pull"), fail)
     assert (facts.transfers.recomputed_requests, facts.transfers.recomputed_tokens) == (None, 1024)
+
+
+def two_ranks() -> ClusterPlan:
+    text = CLUSTER.replace("TRANSFER", "mode: push, load_failure_policy: recompute")
+    text = text.replace("vllm_args: {block", "tensor_parallel: 2, vllm_args: {block")
+    return make_plan(parse(text, file="cluster.yaml", environ={}), environ={}, connector_digest="0" * 64)
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_request_that_all_ranks_lost_is_one(forgets: bool) -> None:
+    plan = two_ranks()
+    assert len(plan.decode[0].telemetry_ports) == 2
+
+    def fail(cluster: Cluster) -> None:
+        cluster.recomputed, cluster.failed, cluster.forgets = 1024, 2, forgets
+        cluster.lost = {"x1": "failed", "x2": "failed"}
+
+    facts = measured(Cluster("push"), fail, plan=plan)
+    assert (facts.transfers.recomputed_requests, facts.transfers.recomputed_tokens) == (2, 1024)
+
+
+def test_requests_that_different_ranks_lost_are_told_by_their_keys() -> None:
+    def fail(cluster: Cluster) -> None:
+        # Each rank counts one, and the ledgers of both together name three.
+        cluster.recomputed, cluster.failed = 1024, 1
+        cluster.lost = {"x1": "failed", "x2": "timed_out", "x3": "failed"}
+
+    facts = measured(Cluster("push"), fail, plan=two_ranks())
+    assert facts.transfers.recomputed_requests == 3
+
+
+def test_what_was_lost_before_the_cell_is_not_counted() -> None:
+    cluster = Cluster("push")
+    cluster.lost = {"old": "failed"}
+
+    def fail(it: Cluster) -> None:
+        it.recomputed, it.failed, it.lost = 512, 1, {**it.lost, "new": "failed"}
+
+    facts = measured(cluster, fail, more=", load_failure_policy: recompute")
+    assert facts.transfers.recomputed_requests == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_lost_instance_is_told_from_a_note(mode: Mode) -> None:
+    assert not measured(Cluster(mode), nothing).lost
+    facts = measured(Cluster(mode), lambda it: setattr(it, "routed_more", 2))
+    assert (facts.lost, len(facts.trouble)) == (False, 1)
+    assert measured(Cluster(mode), lambda it: it.started.update(decode=150.0)).lost
+    for name in ("prefill-0", "decode-0", "router"):
+        assert measured(Cluster(mode), lambda it, name=name: it.silent.add(name)).lost  # type: ignore[misc]
+
+
+def test_absurd_counters_are_no_exception() -> None:
+    def absurd(it: Cluster) -> None:
+        it.requests, it.failed, it.recomputed = 10**300, 10**300, 10**300
+
+    facts = measured(Cluster("pull"), absurd)
+    assert facts.transfers.completed is not None
 
 
 def test_the_last_token_of_each_request_is_not_recomputed() -> None:

@@ -14,13 +14,23 @@ import pytest
 from click.testing import CliRunner
 
 from pdctl.bench.results import MODES, Cell, Environment, Mode, Sample, Settings, read_results, write_results
-from pdctl.cli.bench_cluster import flags_of, generator_instance, mode_of, plan_in
+from pdctl.bench.session import Outcome
+from pdctl.cli.bench_cluster import (
+    check_planned_lengths,
+    environment_of,
+    flags_of,
+    generator_instance,
+    mode_of,
+    plan_in,
+    transfer_of,
+)
+from pdctl.cli.bench_compare import _restore
 from pdctl.cli.bench_options import LoadWishes, make_settings, results_folder
-from pdctl.cli.bench_output import measure
+from pdctl.cli.bench_output import Measured, measure
 from pdctl.cli.main import cli
 from pdctl.errors import PdctlError, UsageError
 from tests.support.bench_results import make_results
-from tests.support.plans import BASE, planned
+from tests.support.plans import BASE, changed, planned
 
 NOTHING = LoadWishes(None, None, None, None, None, "0", None, 4, 0, 4, 300.0, None, None)
 
@@ -229,6 +239,92 @@ def test_a_bench_that_measured_nothing_leaves_no_folder(tmp_path: Path, capsys: 
     assert "prefill-0 did not come up" in said.err
     assert "nothing was measured" in said.err
     assert "results.json" not in said.out
+
+
+def test_a_report_that_cannot_be_written_takes_no_figures_and_a_cluster_left_otherwise_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], results_file: Path
+) -> None:
+    (tmp_path / "report.html").mkdir()
+    (tmp_path / "report.html" / "x").touch()
+    outcome = Outcome(read_results(results_file))
+    assert Measured(outcome, tmp_path, left="it runs in mode pull").show(as_json=False) == 1
+    said = capsys.readouterr()
+    assert "TTFT p50" in said.out
+    assert "report: " not in said.out
+    assert "no report: cannot write" in said.err
+    assert "it runs in mode pull" in said.err
+    assert Measured(outcome, tmp_path, left="it runs in mode pull").show(as_json=True) == 1
+    assert json.loads(capsys.readouterr().out)["cluster_left"] == "it runs in mode pull"
+    assert Measured(outcome, tmp_path).show(as_json=True) == 0
+    assert Measured(replace(outcome, interrupted=True), tmp_path).show(as_json=True) == 130
+
+
+def test_too_long_prompts_are_refused_by_the_cluster_file_alone() -> None:
+    settings = Settings(("push",), (Cell(4090, 16, concurrency=1),))
+    check_planned_lengths(planned(BASE), settings)
+    roles = {"prefill": {"vllm_args": {"max-model-len": 8192}}, "decode": {"vllm_args": {"max-model-len": 4096}}}
+    with pytest.raises(UsageError, match="4090 prompt and 16 output tokens are more than the 4096 that decode takes"):
+        check_planned_lengths(planned(changed(**roles)), settings)
+
+
+def test_what_the_cluster_file_sets_is_on_record_without_secrets() -> None:
+    env = {"NCCL_DEBUG": "WARN", "HF_TOKEN": {"from_env": "TEST_TOKEN"}}
+    plan = planned(changed(env=env, decode={"env": {"UCX_TLS": "rc"}}))
+    assert environment_of(plan, plan.prefill[0]) == {"NCCL_DEBUG": "WARN"}
+    assert environment_of(plan, plan.decode[0]) == {"NCCL_DEBUG": "WARN", "UCX_TLS": "rc"}
+    assert transfer_of(plan)["lease_s"] == "30"
+    assert "mode" not in transfer_of(plan)
+
+
+class Launcher:
+    """What restoring needs of the launcher."""
+
+    def __init__(self, running: Mode | None, *, healthy: bool = True, touched: bool = True) -> None:
+        self.running, self.touched, self.display = running, touched, Display()
+        self._healthy = healthy
+        self.did: list[str] = []
+        self.trouble: BaseException | None = None
+
+    def healthy(self) -> bool:
+        return self._healthy
+
+    def launch(self, mode: Mode) -> None:
+        self.did.append(f"launch {mode}")
+        if self.trouble:
+            raise self.trouble
+
+    def take_down(self) -> None:
+        self.did.append("down")
+        if self.trouble:
+            raise self.trouble
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ran", "doubtful", "did"),
+    [
+        (Launcher(None, touched=False), True, True, []),
+        (Launcher("push"), True, False, []),
+        (Launcher("pull"), True, False, ["launch push"]),
+        (Launcher(None), True, True, ["launch push"]),
+        (Launcher("push", healthy=False), True, True, ["launch push"]),
+        (Launcher("push"), True, True, []),
+        (Launcher("push"), False, False, ["down"]),
+        (Launcher(None), False, True, ["down"]),
+    ],
+)
+def test_the_cluster_is_left_as_it_was(launcher: Any, ran: bool, doubtful: bool, did: list[str]) -> None:
+    assert _restore(planned(BASE), launcher, ran=ran, doubtful=doubtful, file_option=" -f c.yaml") == ""
+    assert launcher.did == did
+
+
+@pytest.mark.parametrize(
+    ("trouble", "said"),
+    [(KeyboardInterrupt(), "pdctl down -f c.yaml and pdctl up -f c.yaml"), (PdctlError("no boot"), "no boot")],
+)
+def test_a_cluster_that_is_not_left_as_it_was_is_told(trouble: BaseException, said: str) -> None:
+    launcher: Any = Launcher("pull")
+    launcher.trouble = trouble
+    assert said in _restore(planned(BASE), launcher, ran=True, doubtful=False, file_option=" -f c.yaml")
 
 
 def test_click_sees_the_group() -> None:

@@ -50,8 +50,61 @@ def test_each_fact_is_named_with_both_values(name: str, words: str) -> None:
 
 def test_every_field_of_the_environment_is_looked_at() -> None:
     assert set(Environment.__dataclass_fields__) == {
-        *("model", "accelerator", "fabric", "instances", "pdctl", "generator", "generator_host")
+        *("model", "accelerator", "fabric", "instances", "pdctl", "generator", "generator_host", "transfer")
     }
+    assert set(InstanceFacts.__dataclass_fields__) == {"name", "role", "host", "flags", "versions", "env"}
+
+
+@pytest.mark.parametrize(
+    ("mine", "its", "words"),
+    [
+        ({"A": "1"}, {"A": "2"}, "A{}: 1, other 2"),
+        ({"A": "1", "B": "x"}, {"B": "x"}, "A{}: 1, other not set"),
+        ({}, {"A": ""}, "A{}: not set, other empty"),
+    ],
+)
+def test_environment_variables_and_transfer_settings_are_compared(
+    mine: dict[str, str], its: dict[str, str], words: str
+) -> None:
+    def of(values: dict[str, str]) -> Results:
+        return with_instance(lambda one: replace(one, env=values))
+
+    assert differences(of(mine), of(its)) == [f"environment variable {words.format(' of prefill-0')}"]
+    assert differences(of(mine), of(mine)) == []
+    one, other = with_environment(transfer=mine), with_environment(transfer=its)
+    assert differences(one, other) == [f"transfer setting {words.format('')}"]
+
+
+HOSTILE = "\x1b[2J\r\u202e\nfake: passed" + "y" * 5000
+
+
+def test_a_hostile_file_reaches_no_terminal() -> None:
+    hostile = InstanceFacts(HOSTILE, HOSTILE, HOSTILE, (HOSTILE,), {HOSTILE: HOSTILE}, {HOSTILE: HOSTILE})
+    other = with_environment(
+        **dict.fromkeys(("model", "accelerator", "fabric", "pdctl", "generator", "generator_host"), HOSTILE),
+        instances=(hostile,),
+        transfer={HOSTILE: HOSTILE},
+    )
+    changed = with_instance(lambda one: replace(one, host=HOSTILE, role=HOSTILE, flags=(HOSTILE,), env={"A": HOSTILE}))
+    for results in (other, changed):
+        for texts in (differences(BASE, results), check_comparable([("a", BASE), (HOSTILE, results)], allow=True)):
+            assert texts
+            assert all(text.isprintable() for text in texts)
+            assert any("fake: passed" in text for text in texts)
+        assert max(map(len, differences(BASE, results))) < 1000
+        with pytest.raises(UsageError) as caught:
+            check_comparable([(HOSTILE, BASE), ("b.json", results)])
+        assert all(line.isprintable() for line in caught.value.message.splitlines())
+
+
+def test_an_error_names_so_many_differences_that_it_can_be_read() -> None:
+    other = with_environment(transfer={f"s{number}": "x" for number in range(2000)})
+    with pytest.raises(UsageError) as caught:
+        check_comparable([("a.json", BASE), ("b.json", other)])
+    lines = caught.value.message.splitlines()
+    assert len(lines) == 52
+    # Two settings of the first are gone, too.
+    assert lines[-1] == "  b.json: and 1952 more"
 
 
 def test_a_missing_value_is_said() -> None:

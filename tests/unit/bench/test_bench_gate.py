@@ -98,9 +98,70 @@ def test_wrong_answers_fail() -> None:
 def test_answers_that_were_not_compared_fail_if_they_were_before() -> None:
     unknown = AnswerCheck(error="prefill is gone")
     outcome = gate(made(), changed(made(seed=8), lambda run: replace(run, answers=unknown)))
-    assert outcome.problems == ("512+16 x1, push: no answer was compared with that of prefill alone: prefill is gone",)
+    assert outcome.problems == (
+        "512+16 x1, push: no answer was compared with that of prefill alone: prefill is gone (in 4 rounds)",
+    )
     assert not gate(made(), changed(made(seed=8), lambda run: replace(run, answers=None))).passed
     assert gate(changed(made(), lambda run: replace(run, answers=None)), made(seed=8)).passed
+
+
+def test_answers_that_were_compared_in_part_are_noted() -> None:
+    some = AnswerCheck(3, 3, error="1 of 4 could not be asked again: HTTP 500", asked=4)
+    outcome = gate(made(), changed(made(seed=8), lambda run: replace(run, answers=some)))
+    assert outcome.passed
+    assert outcome.notes == (
+        "512+16 x1, push: 12 of 16 answers compared in the candidate; 1 of 4 could not be asked again: HTTP 500 "
+        "(in 4 rounds)",
+    )
+
+
+def test_a_single_round_is_noted() -> None:
+    single = make_results(modes=("push",), cells=CELLS[:1], rounds=1, requests=40, speeds={"push": 1.0})
+    assert gate(made(), made(seed=8)).notes == ()
+    (note,) = gate(single, made()).notes
+    assert note.startswith("the baseline has a single round: the intervals cover nothing of what changes")
+    notes = gate(single, single).notes
+    assert [note.split(" has ")[0] for note in notes] == ["the baseline", "the candidate"]
+    # One round of a cell that was cut short leaves that cell with one.
+    both = make_results(modes=("push",), cells=CELLS[:2], rounds=2, speeds={"push": 1.0})
+    cut = changed(both, lambda run: replace(run, complete=run.round == 1 or run.cell != CELLS[1]))
+    assert any(
+        note.startswith("the baseline has a single round of 512+16 x4, push: ") for note in gate(cut, both).notes
+    )
+
+
+def slowed(run: CellRun) -> CellRun:
+    samples = tuple(replace(one, ttft_s=(one.ttft_s or 0) * 9, latency_s=one.latency_s * 9) for one in run.samples)
+    return replace(run, samples=samples, complete=False, trouble=("decode-0 was restarted",))
+
+
+def test_runs_that_were_cut_short_are_not_judged() -> None:
+    first = lambda run: slowed(run) if run.round == 1 else run  # noqa: E731
+    outcome = gate(made(), changed(made(), first))
+    # Were it in the figures, they would have risen.
+    assert all(line.passed and line.ratio and line.ratio.value < 1.05 for line in outcome.lines)
+    assert outcome.problems == (
+        "the candidate is incomplete: push, 512+16 x1, round 1 is partial: decode-0 was restarted",
+    )
+    outcome = gate(changed(made(), first), made(seed=8))
+    assert outcome.passed
+    assert all(line.ratio and line.ratio.value > 0.8 for line in outcome.lines)
+    outcome = gate(made(), replace(changed(made(), slowed), complete=True))
+    assert "512+16 x1, push: only partial in the candidate" in outcome.problems
+    assert outcome.lines == ()
+    two = made(cells=2)
+    outcome = gate(changed(two, lambda run: slowed(run) if run.cell == CELLS[0] else run), two)
+    assert "512+16 x1, push: only partial in the baseline, so not judged" in outcome.notes
+    assert {line.cell for line in outcome.lines} == {CELLS[1]}
+    with pytest.raises(UsageError, match="no request that was answered in a complete run"):
+        gate(changed(made(), slowed), made())
+
+
+def test_errors_of_a_run_that_was_cut_short_count() -> None:
+    candidate = changed(
+        made(seed=8), lambda run: replace(made(every=2).runs[0], complete=False) if run.round == 1 else run
+    )
+    assert any("requests failed, before 0 of 100" in text for text in gate(made(), candidate).problems)
 
 
 def test_an_incomplete_candidate_fails() -> None:

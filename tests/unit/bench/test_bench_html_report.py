@@ -11,7 +11,7 @@ import pytest
 
 from pdctl.bench import html_report as page_module
 from pdctl.bench.html_report import html_report
-from pdctl.bench.results import Cell, Difference, Results, Transfers
+from pdctl.bench.results import AnswerCheck, Cell, Difference, Results, Transfers
 from pdctl.bench.statistics import Ratio
 from pdctl.bench.summary import Comparison, summarise
 from pdctl.bench.two_files import summarise_two
@@ -204,10 +204,12 @@ def test_hostile_text_is_shown_and_does_nothing(hostile):
         complete=False,
     )
     instances = tuple(
-        replace(one, name=hostile, host=hostile, flags=(hostile,), versions={hostile: hostile})
+        replace(one, name=hostile, host=hostile, flags=(hostile,), versions={hostile: hostile}, env={hostile: hostile})
         for one in results.environment.instances
     )
-    environment = replace(results.environment, instances=instances, generator=hostile, fabric=hostile)
+    environment = replace(
+        results.environment, instances=instances, generator=hostile, fabric=hostile, transfer={hostile: hostile}
+    )
     runs = tuple(
         replace(run, stages=replace(run.stages, notes=(hostile,), seconds={**run.stages.seconds, hostile: 0.01}))
         for run in results.runs
@@ -283,6 +285,32 @@ def test_what_was_not_counted_is_a_dash():
     row = r"push \(pdctl's connector\) – – – – – – 8 of 8"
     assert re.search(row, check(report(none)).text)
     assert not re.search(row, check(report(results)).text)
+
+
+def test_what_was_computed_again_is_told_by_tokens():
+    results = tiny(modes=("push",), stages=False)
+    counted = Transfers(completed=3, recomputed_tokens=2048)
+    lost = replace(results, runs=tuple(replace(run, transfers=counted) for run in results.runs))
+    text = report(lost)
+    check(text)
+    assert '<td class="worse">4,096 tokens (requests not known)</td>' in text
+    assert page_module._recomputed(Transfers(recomputed_tokens=2, recomputed_requests=1)) == "2 tokens (1 request)"
+    assert page_module._recomputed(Transfers(recomputed_tokens=0, recomputed_requests=0)) == "0"
+
+
+def test_answers_that_were_not_compared_are_told():
+    results = tiny(modes=("push",), stages=False)
+    some = AnswerCheck(3, 3, error="1 of 4 could not be asked again: HTTP 500", asked=4)
+    page = check(report(replace(results, runs=tuple(replace(run, answers=some) for run in results.runs))))
+    assert "6 of 6 (2 not compared)" in page.text
+    assert page.text.count("6 of 8 answers compared; 1 of 4 could not be asked again: HTTP 500 (in 2 rounds)") == 1
+    assert "6 of 8 were compared: 1 of 4" in page.text
+
+
+def test_environment_variables_and_transfer_settings_are_among_the_details():
+    page = check(report(tiny(modes=("push",), stages=False)))
+    assert "VLLM_CPU_KVCACHE_SPACE=4" in page.text
+    assert "timeout_s=30" in page.text
 
 
 def test_rates_and_prefix_hits_are_told():

@@ -212,13 +212,23 @@ class TestAnswers:
         item = '{"is": "answer", "request": 4, "got": "a", "alone": "a", "among": "a", "error": ""}'
         with make(f'order = take(); tell(**{item}); tell(**{{"is": "answered"}})\ntake()') as generator:
             check = generator.answers("http://p", model="demo", output_tokens=5, concurrency=2)
-            assert (check.compared, check.equal, check.error) == (1, 1, "")
+            assert (check.compared, check.equal, check.error, check.asked) == (1, 1, "", 1)
 
     def test_that_it_cannot_be_asked_is_no_difference(self, make: Make) -> None:
         with make('take(); tell(**{"is": "failed", "code": "unreachable", "reason": "refused"})\ntake()') as generator:
             check = generator.answers("http://p", model="demo", output_tokens=5, concurrency=2)
-            assert (check.compared, check.error) == (0, "refused")
+            assert (check.compared, check.error) == (0, "0 of 0 could not be asked again: refused")
             assert not generator.closed
+
+    def test_it_tells_of_how_many_none_could_be_asked(self, make: Make) -> None:
+        with make(
+            'take(); tell(**{"is": "done", "duration_s": 1, "stopped": False, "kept": 1})\n'
+            'take(); tell(**{"is": "failed", "code": "unreachable", "reason": "refused"})\ntake()'
+        ) as generator:
+            generator.load(JOB, lambda sample: None)
+            check = generator.answers("http://p", model="demo", output_tokens=5, concurrency=2)
+            # Two were to be kept, but one had an answer.
+            assert (check.asked, check.error) == (1, "1 of 1 could not be asked again: refused")
 
     @pytest.mark.parametrize("field", ['"request": -1', '"got": 5', '"alone": []', '"error": None'])
     def test_one_that_makes_no_sense(self, make: Make, field: str) -> None:
@@ -236,6 +246,13 @@ class TestAnswers:
             ("a", "a", None, "equal"),
             ("b", "a", "b", "unstable"),
             ("c", "a", "b", "unstable"),
+            ("the fox ran", "the fox sat", "the fox ate", "unstable"),
+            ("the fox", "the fox sat", "the fox ate", "different"),
+            ("the fix sat", "the fox sat", "the fox ate", "different"),
+            ("garbage", "the fox sat", "the fox ate", "different"),
+            ("", "the fox sat", "the fox ate", "different"),
+            ("the fox sat down", "the fox sat", "the fox sat up", "unstable"),
+            ("the fix", "the fox sat", "the fox sat up", "different"),
             ("b", "a", "a", "different"),
             ("b", "a", None, "not compared"),
             ("b", None, "b", "not compared"),
@@ -247,7 +264,22 @@ class TestAnswers:
         counts = {"equal": check.equal, "unstable": check.unstable, "different": len(check.different)}
         assert {name for name, count in counts.items() if count} == {verdict} - {"not compared"}
         assert check.compared == sum(counts.values())
-        assert check.error == ("HTTP 500" if verdict == "not compared" else "")
+        assert check.asked == 1
+        missing = "1 of 1 could not be asked again: HTTP 500"
+        assert check.error == (missing if verdict == "not compared" else "")
+
+    def test_what_is_not_compared_is_counted_and_told(self) -> None:
+        good = Answer(0, "a", "a", "a")
+        lost = [
+            Answer(1, "b", "a", None, "HTTP 500"),
+            Answer(2, "b", None, "b", "HTTP 500"),
+            Answer(3, "b", None, None),
+        ]
+        check = judge([good, *lost[:1]])
+        assert (check.asked, check.compared, check.equal) == (2, 1, 1)
+        assert check.error == "1 of 2 could not be asked again: HTTP 500"
+        assert judge([good, *lost]).error == "3 of 4 could not be asked again: HTTP 500 (and 1 other reason)"
+        assert judge(lost[2:]).error == "1 of 1 could not be asked again: no reason was given"
 
     def test_nothing_to_judge(self) -> None:
         assert judge([]).error

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
 import string
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -138,6 +140,73 @@ def test_kept_answers_are_spread() -> None:
     assert load.kept() == [(3, "p", "t")]
     load.answers = {}
     assert load.kept() == []
+
+
+@pytest.mark.parametrize(
+    ("kept", "concurrency", "count"),
+    [(4, 1, 4), (4, 4, 4), (4, 7, 7), (3, 64, 64), (4, 500, 64), (100, 4, 100), (0, 8, 0)],
+)
+def test_a_batch_is_as_large_as_the_loads(kept: int, concurrency: int, count: int) -> None:
+    places = script.batch(kept, concurrency)
+    assert len(places) == count
+    assert [number for number, counts in places if counts] == list(range(kept))
+    assert {number for number, _ in places} == set(range(kept))
+
+
+class Asked:
+    """Stands for a prefill instance: says to each prompt how many it was asked at the time."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.most: list[int] = []
+        self.asked: list[str] = []
+
+    async def complete(self, session: Any, order: Any, prompt: str) -> tuple[str | None, str]:
+        self.now += 1
+        self.asked.append(prompt)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        self.most.append(self.now)
+        self.now -= 1
+        return (None, "HTTP 500") if prompt == "p3" and len(self.asked) > 5 else (f"{prompt} answered", "")
+
+
+class Session:
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    async def __aenter__(self) -> Session:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("concurrency", "together"), [(1, 4), (10, 10), (1000, 64)])
+def test_answers_are_asked_alone_and_in_a_batch(
+    monkeypatch: pytest.MonkeyPatch, concurrency: int, together: int
+) -> None:
+    prefill = Asked()
+    monkeypatch.setattr(script, "complete", prefill.complete)
+    monkeypatch.setattr(script, "check_reachable", lambda url: None)
+    monkeypatch.setitem(
+        sys.modules, "aiohttp", SimpleNamespace(ClientTimeout=lambda total: None, ClientSession=Session)
+    )
+    said: list[dict[str, Any]] = []
+    worker = script.Worker(SimpleNamespace(say=said.append))  # type: ignore[arg-type]
+    worker._kept = [(10 * number, f"p{number}", "got") for number in range(4)]
+    order = {"url": "http://10.0.0.7:8000", "request_timeout_s": 5.0, "concurrency": concurrency}
+    monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setenv("NO_PROXY", "")
+    asyncio.run(worker._answers(order))
+    assert prefill.most[:4] == [1] * 4
+    assert max(prefill.most) == together
+    assert len(prefill.asked) == 4 + together
+    assert [one["is"] for one in said] == ["answer"] * 4 + ["answered"]
+    assert [one["request"] for one in said[:4]] == [0, 10, 20, 30]
+    assert [one["alone"] for one in said[:4]] == [f"p{number} answered" for number in range(4)]
+    assert [one["among"] for one in said[:4]] == ["p0 answered", "p1 answered", "p2 answered", None]
+    assert [one["error"] for one in said[:4]] == ["", "", "", "HTTP 500"]
 
 
 def test_it_speaks_in_order_and_in_short_lines() -> None:

@@ -106,6 +106,45 @@ def test_a_wrong_value_is_named_with_its_place(tmp_path: Path) -> None:
         read_results(path)
 
 
+BAD = "\x1b]0;owned\x07\n\u202e" + "k" * 9000
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"schema": BAD, "runs": []},
+        {"schema": [BAD], "runs": []},
+        {"schema": 1, "runs": [], "settings": {"modes": [BAD]}},
+        {**to_json(make()), "environment": {**to_json(make())["environment"], "transfer": {BAD: 5}}},
+        {**to_json(make()), "kind": BAD},
+    ],
+)
+def test_an_error_shows_nothing_raw(tmp_path: Path, data: dict[str, object]) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(UsageError) as caught:
+        read_results(path)
+    said = caught.value.message
+    assert said.isprintable()
+    assert len(said) < 600 + len(str(path))
+
+
+@pytest.mark.parametrize("count", [2**63, 10**400, 10**4000])
+def test_counts_have_an_end(tmp_path: Path, count: int) -> None:
+    data = to_json(make(run("push", 1)))
+    path = tmp_path / "results.json"
+    for place in ("completed", "bytes", "recomputed_tokens", "seconds"):
+        data["runs"][0]["transfers"] = {place: count * 10 if place == "seconds" else count}
+        path.write_text(json.dumps(data))
+        with pytest.raises(UsageError, match=f"transfers.{place}"):
+            read_results(path)
+    data = to_json(make(run("push", 1)))
+    data["settings"]["cells"][0]["prompt_tokens"] = count
+    path.write_text(json.dumps(data))
+    with pytest.raises(UsageError, match="prompt_tokens"):
+        read_results(path)
+
+
 def test_what_a_later_version_adds_is_ignored(tmp_path: Path) -> None:
     data = to_json(make(run("push", 1)))
     data["runs"][0]["weather"] = "rain"

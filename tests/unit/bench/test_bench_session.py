@@ -20,7 +20,7 @@ from pdctl.bench.results import (
     StageTimes,
     Transfers,
 )
-from pdctl.bench.session import Session, duration_words
+from pdctl.bench.session import Observed, Session, duration_words
 from pdctl.errors import PdctlError
 
 SMALL, LARGE = Cell(512, 16, concurrency=1), Cell(2048, 16, concurrency=4)
@@ -36,6 +36,8 @@ class Stand:
 
     trouble: Callable[[int], None] = lambda number: None
     sample: Callable[[int], Sample] = good
+    after: Callable[[str], None] = lambda moment: None
+    told: tuple[str, ...] = ()
     differences: tuple[Difference, ...] = ()
     log: list[str] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
@@ -58,9 +60,15 @@ class Stand:
     def begin(self) -> None:
         self.log.append("begin")
 
-    def end(self, samples: Sequence[Sample]) -> tuple[StageTimes | None, Transfers, tuple[str, ...]]:
+    def end(self, samples: Sequence[Sample]) -> Observed:
         self.log.append(f"end {len(samples)}")
-        return StageTimes({"rest": 0.1}, requests=len(samples)), Transfers(completed=len(samples)), ()
+        self.after("end")
+        return Observed(
+            StageTimes({"rest": 0.1}, requests=len(samples)),
+            Transfers(completed=len(samples)),
+            self.told,
+            bool(self.told),
+        )
 
     def load(
         self,
@@ -82,6 +90,7 @@ class Stand:
 
     def answers(self, cell: Cell) -> AnswerCheck:
         self.log.append("answers")
+        self.after("answers")
         return AnswerCheck(2, 2 - len(self.differences), different=self.differences)
 
 
@@ -187,6 +196,56 @@ def test_a_cell_of_which_most_requests_fail_ends_it() -> None:
     assert "answers" not in stand.log
     assert [len(run.samples) for run in kept[-1].runs] == [4]
     assert not kept[-1].runs[0].complete
+
+
+@pytest.mark.parametrize("moment", ["end", "answers"])
+@pytest.mark.parametrize("trouble", [KeyboardInterrupt(), PdctlError("h1: the connection broke")])
+def test_a_cell_whose_load_has_ended_is_kept_whatever_comes_then(moment: str, trouble: BaseException) -> None:
+    def after(now: str) -> None:
+        if now == moment:
+            raise trouble
+
+    one, kept = session(Stand(after=after), Settings(("push",), (SMALL, LARGE), requests=4, warmup=0, answers=2))
+    outcome = one.run()
+    assert outcome.interrupted == isinstance(trouble, KeyboardInterrupt)
+    (run,) = kept[-1].runs
+    assert (len(run.good), run.duration_s) == (4, 2.0)
+    assert run.trouble == (outcome.results.incomplete_because,)
+    assert run.answers is None if moment == "end" else (run.answers and run.answers.error)
+
+
+def test_an_instance_that_is_lost_makes_its_cell_and_all_partial_and_the_rest_goes_on() -> None:
+    stand, progress = Stand(told=("decode-1 did not answer after the cell",)), Quiet()
+    one, _ = session(stand, Settings(("push",), (SMALL, LARGE), requests=4, warmup=0), progress)
+    outcome = one.run()
+    assert outcome.error is None
+    assert [run.complete for run in outcome.results.runs] == [False, False]
+    assert not outcome.results.complete
+    assert outcome.results.incomplete_because == "decode-1 did not answer after the cell"
+    assert "warning: push, 512+16 x1: decode-1 did not answer after the cell" in progress.said
+
+
+def test_results_that_cannot_be_written_end_it_and_leave_the_cluster_in_good_order() -> None:
+    def keep(results: Results) -> None:
+        raise PdctlError("cannot write results.json: No space left on device")
+
+    stand, progress = Stand(), Quiet()
+    settings = Settings(("push",), (SMALL, LARGE), requests=4, warmup=0)
+    outcome = Session(blank(settings), stand, keep, progress).run()
+    assert outcome.error is not None
+    assert stand.log[-1] == "leave push"
+    assert len(outcome.results.runs) == 1
+    assert not outcome.results.complete
+    assert any("could not be written" in text for text in progress.said)
+
+
+def test_a_load_that_is_cut_short_lasted_as_long_as_its_requests() -> None:
+    def trouble(load: int) -> None:
+        raise PdctlError("silence")
+
+    one, _ = session(Stand(trouble), Settings(("push",), (SMALL,), requests=4, warmup=0))
+    (run,) = one.run().results.runs
+    assert run.duration_s == pytest.approx(0.3)
 
 
 def test_half_of_the_requests_may_fail() -> None:

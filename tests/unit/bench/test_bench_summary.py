@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 
 from pdctl.bench.results import (
+    COUNT_LIMIT,
+    SECONDS_LIMIT,
     AnswerCheck,
     Cell,
     CellRun,
@@ -95,8 +97,55 @@ class TestModeSummary:
             run("push", 2, answers=AnswerCheck(4, 3, 1, error="prefill is gone")),
             run("push", 3),
         ]
-        assert summarise_mode(runs, mode="push", rounds=3).answers == AnswerCheck(8, 6, 1, (wrong,), "prefill is gone")
+        assert summarise_mode(runs, mode="push", rounds=3).answers == AnswerCheck(
+            8, 6, 1, (wrong,), "prefill is gone", 8
+        )
         assert summarise_mode([run()], mode="push", rounds=1).answers is None
+
+    def test_answers_that_were_not_compared_do_not_vanish(self) -> None:
+        check = AnswerCheck(3, 3, error="1 of 4 could not be asked again: HTTP 500", asked=4)
+        runs = [run("push", 1, answers=check), run("push", 2, answers=check), run("push", 3, answers=AnswerCheck(4, 4))]
+        assert summarise_mode(runs, mode="push", rounds=3).answers == AnswerCheck(
+            10, 10, error="1 of 4 could not be asked again: HTTP 500 (in 2 rounds)", asked=12
+        )
+
+    def test_requests_are_not_known_if_they_are_not_of_a_round_that_recomputed(self) -> None:
+        def summed(*counted: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
+            runs = [
+                run("push", number, transfers=Transfers(recomputed_requests=requests, recomputed_tokens=tokens))
+                for number, (requests, tokens) in enumerate(counted, start=1)
+            ]
+            made = summarise_mode(runs, mode="push", rounds=2).transfers
+            return made.recomputed_requests, made.recomputed_tokens
+
+        assert summed((0, 0), (None, 4096)) == (None, 4096)
+        assert summed((1, 512), (2, 1024)) == (3, 1536)
+        assert summed((0, 0), (None, None)) == (0, 0)
+        assert summed((None, 0), (2, 1024)) == (2, 1024)
+
+    def test_throughput_is_of_complete_runs_alone(self) -> None:
+        runs = [run("push", 1), run("push", 2, *[sample()] * 50, complete=False)]
+        made = summarise_mode(runs, mode="push", rounds=2)
+        assert (made.requests, made.requests_per_s, made.output_tokens_per_s) == (51, 0.5, 2.0)
+        assert made.figures["ttft"].count == 51
+        assert summarise_mode(runs[1:], mode="push", rounds=2).requests_per_s is None
+
+    def test_the_largest_figures_that_a_file_may_hold_have_sums(self) -> None:
+        counted = Transfers(*[COUNT_LIMIT] * 4, SECONDS_LIMIT, COUNT_LIMIT, COUNT_LIMIT)
+        stages = StageTimes({"rest": SECONDS_LIMIT, "match": -SECONDS_LIMIT}, {"x": SECONDS_LIMIT}, COUNT_LIMIT)
+        other = StageTimes({"rest": SECONDS_LIMIT, "post": SECONDS_LIMIT}, {}, COUNT_LIMIT)
+        check = AnswerCheck(*[COUNT_LIMIT] * 3, asked=COUNT_LIMIT)
+        huge = Sample(0.0, 0.0, SECONDS_LIMIT, (SECONDS_LIMIT,), COUNT_LIMIT, COUNT_LIMIT)
+        runs = [
+            run("push", 1, huge, transfers=counted, stages=stages, answers=check),
+            run("push", 2, huge, transfers=counted, stages=other, answers=check),
+        ]
+        made = summarise_mode(runs, mode="push", rounds=2)
+        assert made.transfers == counted
+        assert made.stages is not None
+        assert made.stages.requests == COUNT_LIMIT
+        assert made.answers == check
+        assert summarise_mode([replace(run(), duration_s=5e-324)], mode="push", rounds=1).requests_per_s is None
 
     def test_tells_trouble_once_with_its_rounds(self) -> None:
         runs = [run("push", number, trouble=("gone",)) for number in (1, 3)]
@@ -206,6 +255,23 @@ class TestComparisons:
         made = compare_runs(("push", mine), ("pull", other), seed=1, draws=50, compared=(("ttft", "p50"),))
         assert made == [Comparison("push", "pull", "ttft", "p50", Ratio(0.5, 0.5, 0.5), 2)]
 
+    def test_runs_that_were_cut_short_are_in_no_ratio(self) -> None:
+        def runs(mode: Mode, ttft: float) -> list[CellRun]:
+            return [run(mode, number, sample(ttft), sample(ttft)) for number in (1, 2, 3)]
+
+        cut = run("push", 3, *[sample(9.0)] * 50, complete=False)
+        compared: tuple[tuple[str, Statistic], ...] = (("ttft", "p50"), ("ttft", "p99"), ("requests_per_s", "mean"))
+        whole, other = runs("push", 0.1)[:2], runs("pull", 0.2)
+        for paired in (True, False):
+            made = compare_runs(
+                ("push", [*whole, cut]), ("pull", other), seed=1, draws=50, compared=compared, paired=paired
+            )
+            assert [one.ratio and one.ratio.value for one in made] == [0.5, 0.5, 1.0]
+            turned = compare_runs(
+                ("pull", other), ("push", [*whole, cut]), seed=1, draws=50, compared=compared, paired=paired
+            )
+            assert [one.ratio and one.ratio.value for one in turned] == [2.0, 2.0, 1.0]
+
     def test_no_round_in_common_is_not_measured(self) -> None:
         made = compare_runs(("push", [run("push", 1)]), ("pull", [run("pull", 2)]), seed=1, draws=50)
         assert {one.verdict for one in made} == {"not measured"}
@@ -238,6 +304,12 @@ class TestSummary:
         summary = summarise(results, draws=20)
         assert "differ" in summary.invalid_because
         assert summary.incomplete_because == "interrupted"
+
+    def test_a_partial_run_makes_it_partial(self) -> None:
+        results = make_results(modes=("push",), cells=CELLS[:1])
+        runs = tuple(replace(one, complete=one.round > 2, trouble=("decode-0 was restarted",)) for one in results.runs)
+        because = summarise(replace(results, runs=runs), draws=20).incomplete_because
+        assert because == "push, 512+16 x1, round 1 is partial, first of 2: decode-0 was restarted"
 
     def test_is_the_same_each_time(self) -> None:
         results = make_results(cells=CELLS[:1])

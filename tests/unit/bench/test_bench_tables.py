@@ -11,7 +11,16 @@ from rich.cells import cell_len
 from rich.console import Console, RenderableType
 
 from pdctl.bench.gate import judge
-from pdctl.bench.results import Difference, Results, Transfers
+from pdctl.bench.results import (
+    COUNT_LIMIT,
+    SECONDS_LIMIT,
+    AnswerCheck,
+    Difference,
+    Results,
+    Sample,
+    StageTimes,
+    Transfers,
+)
 from pdctl.bench.summary import summarise
 from pdctl.bench.two_files import summarise_two
 from pdctl.cli.bench_tables import GateView, SummaryView, gate_to_json, summary_to_json
@@ -108,12 +117,68 @@ def test_stages_have_means_shares_and_what_ran_beside() -> None:
 def test_transfers_and_answers_are_told() -> None:
     text = " ".join(shown(view(make_results(cells=CELLS[:1])), 160).split())
     assert (
-        "push: transfers 100 completed, 0 failed, 0 expired, 5.87 GB, 2.5 GB/s while moving, recomputed for 0" in text
+        "push: transfers 100 completed, 0 failed, 0 expired, 5.87 GB, 2.5 GB/s while moving, nothing computed again"
+        in text
     )
     assert "pull: transfers 100 completed" in text
-    assert "recomputed for 4 requests (2,048 tokens)" in text
-    assert "push-upstream: transfers not counted, recomputed for 0 requests" in text
+    assert "2,048 tokens computed again by decode, of 4 requests" in text
+    assert "push-upstream: transfers not counted, nothing computed again by decode" in text
     assert "push: answers 16 of 16 equal to what prefill alone gives" in text
+
+
+@pytest.mark.parametrize(
+    ("requests", "tokens", "words"),
+    [
+        (None, 4096, "4,096 tokens computed again by decode, requests not known"),
+        (1, 4096, "4,096 tokens computed again by decode, of 1 request"),
+        (2, None, "an unknown number of tokens computed again by decode, of 2 requests"),
+        (0, 0, "nothing computed again by decode"),
+        (None, 0, "nothing computed again by decode"),
+    ],
+)
+def test_what_was_computed_again_is_told_by_tokens(requests: int | None, tokens: int | None, words: str) -> None:
+    results = make_results(modes=("push",), cells=CELLS[:1], rounds=1)
+    counted = Transfers(recomputed_requests=requests, recomputed_tokens=tokens)
+    results = replace(results, runs=tuple(replace(run, transfers=counted) for run in results.runs))
+    assert words in " ".join(shown(view(results), 160).split())
+    loud = [line for line in shown(view(results), 160, colour=True).splitlines() if "computed again" in line]
+    assert any("\x1b[1;33m" in line for line in loud) == bool(requests or tokens)
+
+
+def test_answers_that_were_not_compared_are_told() -> None:
+    check = AnswerCheck(3, 3, error="1 of 4 could not be asked again: HTTP 500", asked=4)
+    results = make_results(modes=("push",), cells=CELLS[:1], rounds=1)
+    results = replace(results, runs=tuple(replace(run, answers=check) for run in results.runs))
+    text = " ".join(shown(view(results), 160).split())
+    assert "3 of 4 compared; 1 of 4 could not be asked again: HTTP 500" in text
+    assert summary_to_json(summarise(results, draws=20))["cells"][0]["modes"][0]["answers"]["asked"] == 4
+
+
+def test_a_partial_run_is_marked() -> None:
+    results = make_results(modes=("push",), cells=CELLS[:1], rounds=2)
+    results = replace(results, complete=True, runs=tuple(replace(run, complete=run.round == 1) for run in results.runs))
+    text = shown(view(results), 80)
+    assert "50 (partial)" in text
+    assert "PARTIAL" in text
+
+
+@pytest.mark.parametrize("value", [5e-324, 1e-9, 1e12, SECONDS_LIMIT])
+def test_absurd_figures_are_shown_all_the_same(value: float) -> None:
+    sample = Sample(1e300, value, value, (value,), COUNT_LIMIT, COUNT_LIMIT)
+    counted = Transfers(*[COUNT_LIMIT] * 4, value, COUNT_LIMIT, COUNT_LIMIT)
+    stages = StageTimes({"prefill": value, "rest": -value}, {"registration": value}, COUNT_LIMIT)
+    results = make_results(modes=("pull", "push"), cells=CELLS[:1], rounds=2, requests=2)
+    runs = [
+        replace(run, samples=(sample, replace(sample, ttft_s=0.0)), duration_s=value, transfers=counted, stages=stages)
+        for run in results.runs
+    ]
+    mixed = [*results.runs[:1], *runs[1:]]
+    for made in (runs, mixed):
+        summary = summarise(replace(results, runs=tuple(made)), draws=20)
+        text = shown(SummaryView(summary), 160)
+        assert max(map(cell_len, text.splitlines())) <= 160
+        assert "nan" not in text
+        json.dumps(summary_to_json(summary), allow_nan=False)
 
 
 def test_what_was_not_counted_is_not_zero() -> None:
