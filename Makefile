@@ -15,7 +15,7 @@ SETUP = $(or $(PYTHON),$(error no Python 3 found on PATH; install one, or say ma
 SOURCES := pdctl connector scripts tests
 ARGS ?=
 
-.PHONY: help demo demo-down setup test test-fast soak lint format docs clean distclean
+.PHONY: help demo demo-down setup test test-fast test-long soak lint format docs clean distclean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -47,6 +47,11 @@ test-fast:  ## run the unit tests alone (no vLLM needed; seconds)
 soak:  ## ten minutes of mixed traffic with a fault every 20 s (part of `make test` for two minutes)
 	@$(SETUP) --with cpu --with dev
 	PDCTL_SOAK_S=600 "$(BIN)/python" -m pytest tests/e2e/faults/test_soak.py -s $(ARGS)
+
+test-long:  ## the end-to-end tests that `make test` leaves out for their time, then `make soak`'s ten minutes
+	@$(SETUP) --with cpu --with dev
+	"$(BIN)/python" -m pytest tests/e2e -m long $(ARGS)
+	PDCTL_SOAK_S=600 "$(BIN)/python" -m pytest tests/e2e/faults/test_soak.py -s
 
 lint:  ## check format, lint and types; changes nothing
 	@$(SETUP) --with dev

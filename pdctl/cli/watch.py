@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -164,7 +165,7 @@ class _Wishes:
     default=300.0,
     show_default=True,
     metavar="SECONDS",
-    help="Leave an instance alone for so long after an action.",
+    help="Leave an instance alone for so long after an action, and after its start.",
 )
 @click.option("--on-stall-dry-run", is_flag=True, help="Tell what --on-stall would do, and do nothing.")
 @click.option("--only", multiple=True, metavar="CODES", shell_complete=_complete_code, help="Only these alerts.")
@@ -239,7 +240,7 @@ def command(
         make_sinks=_sink_maker(on_alert, webhook, webhook_secret_env),
         acting=None
         if on_stall is None
-        else ActingSettings(on_stall, on_stall_limit, on_stall_cool_down_s, on_stall_dry_run),
+        else ActingSettings(on_stall, on_stall_limit, on_stall_cool_down_s, on_stall_dry_run, interval_s),
     )
     if replay is not None:
         given = ctx.get_parameter_source("file") is not ParameterSource.DEFAULT
@@ -247,7 +248,9 @@ def command(
     elif once:
         code = _once(load_plan(file), interval_s, wishes)
     else:
-        code = _live(load_plan(file), file, interval_s, record, wishes)
+        # A secret that is missing is to be found now, not at the incident.
+        restarts = on_stall is not None and on_stall != "drain"
+        code = _live(load_plan(file, require_secrets=restarts), file, interval_s, record, wishes)
     ctx.exit(code)
 
 
@@ -313,14 +316,16 @@ def _live(plan: ClusterPlan, file: Path, interval_s: float, record: Path | None,
         if record is not None:
             listeners.append(stack.enter_context(_recording(record, notes)))
         sinks = stack.enter_context(_closing_sinks(wishes.make_sinks(notes)))
-        where = ""
+        where, pace = "", _Pace(interval_s)
         if wishes.exporter is not None:
-            update, where = stack.enter_context(_exporting(wishes.exporter, interval_s, sinks))
+            update, where = stack.enter_context(_exporting(wishes.exporter, pace, sinks))
             listeners.append(update)
         listeners.append(sinks)
         poller = Poller(plan, fleet, interval_s=interval_s, diagnose=_diagnose)
-        actions = ClusterActions(plan, file, fleet, read_only=wishes.read_only)
+        cool_down_s = 0.0 if wishes.acting is None else wishes.acting.cool_down_s
+        actions = ClusterActions(plan, file, fleet, read_only=wishes.read_only, cool_down_s=cool_down_s)
         acting = None if wishes.acting is None else ActingThread(wishes.acting, actions.act, note=notes)
+        pace.listeners.append(poller.set_interval)
         source = LiveSource(
             poller,
             Watchdog(settings),
@@ -328,11 +333,13 @@ def _live(plan: ClusterPlan, file: Path, interval_s: float, record: Path | None,
             listeners=listeners,
             wanted=wishes.wanted,
             act=acting,
-            on_interval=poller.set_interval,
+            on_interval=pace,
         )
         stack.callback(source.close)
+        # Before the hosts' connections are closed, which a restart that is under way still needs.
+        stack.callback(actions.close, notes)
         if acting is not None:
-            # Before the hosts' connections are closed, which a restart that is under way still needs.
+            pace.listeners.append(acting.set_interval)
             stack.callback(acting.close)
         if wishes.headless:
             hosts = len(plan.hosts)
@@ -343,7 +350,7 @@ def _live(plan: ClusterPlan, file: Path, interval_s: float, record: Path | None,
             )
             _print_frames(source, wishes)
             return 0
-        return _dashboard(source, wishes, actions)
+        return _dashboard(source, wishes, actions, notes)
 
 
 def _replay(
@@ -376,7 +383,7 @@ def _replay(
         except ValueError as error:
             raise UsageError(f"{path}: {error}") from None
         stack.callback(source.close)
-        return _print_frames(source, wishes) if wishes.headless else _dashboard(source, wishes, None)
+        return _print_frames(source, wishes) if wishes.headless else _dashboard(source, wishes, None, notes)
 
 
 def _replay_settings(file: Path | None) -> WatchSettings:
@@ -472,7 +479,7 @@ def _encodable(line: str) -> str:
     return line.encode(encoding, "replace").decode(encoding)
 
 
-def _dashboard(source: SnapshotSource, wishes: _Wishes, actions: Actions | None) -> int:
+def _dashboard(source: SnapshotSource, wishes: _Wishes, actions: Actions | None, notes: _Notes) -> int:
     import asyncio
 
     from pdctl.cli.main import INTERRUPTED
@@ -488,33 +495,75 @@ def _dashboard(source: SnapshotSource, wishes: _Wishes, actions: Actions | None)
         except RuntimeError:
             raise KeyboardInterrupt from None
 
-    before = signal.signal(signal.SIGTERM, leave)
+    # Of a terminal that is closed; it stays ignored under nohup.
+    ends = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is not signal.SIG_IGN]
+    before = {one: signal.signal(one, leave) for one in ends}
     try:
         app.run()
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for one, handler in before.items():
+            signal.signal(one, handler)
+        # What is still waited for is said while it is waited for.
+        notes.release()
     return app.return_code or 0
 
 
-@contextmanager
-def _notes(headless: bool) -> Iterator[Callable[[str], None]]:
-    """Where sinks say what went wrong: on stderr, at once, or when the dashboard has left the screen."""
-    from pdctl.watch.wording import plain, timestamp
+class _Pace:
+    """How often is polled, for all who need to know; it can be changed from the dashboard."""
 
-    if headless:
-        yield lambda text: click.echo(f"{timestamp(time.time())} {plain(text, 4000)}", err=True)
-        return
-    kept: list[str] = []
+    def __init__(self, interval_s: float) -> None:
+        self.interval_s = interval_s
+        self.listeners: list[Callable[[float], None]] = []
 
-    def keep(text: str) -> None:
-        if len(kept) < _NOTES_LIMIT:
-            kept.append(f"{timestamp(time.time())} {plain(text, 4000)}")
+    def __call__(self, interval_s: float) -> None:
+        self.interval_s = interval_s
+        for listener in self.listeners:
+            listener(interval_s)
 
-    try:
-        yield keep
-    finally:
-        for line in kept:
+
+class _Notes:
+    """Says on stderr what went wrong beside the watch: at once, or when the dashboard has left the screen.
+
+    Nobody reading stderr any more (``2>&1 | tee``, and Ctrl-C) ends nothing: least of all a restart that is under way.
+    """
+
+    def __init__(self, *, at_once: bool) -> None:
+        self._lock = threading.Lock()
+        self._at_once = at_once
+        self._kept: list[str] = []
+
+    def __call__(self, text: str) -> None:
+        from pdctl.watch.wording import plain, timestamp
+
+        line = f"{timestamp(time.time())} {plain(text, 4000)}"
+        with self._lock:
+            if self._at_once:
+                self._say(line)
+            elif len(self._kept) < _NOTES_LIMIT:
+                self._kept.append(line)
+
+    def release(self) -> None:
+        """Say what was kept, and from now on everything at once."""
+        with self._lock:
+            self._at_once = True
+            kept, self._kept = self._kept, []
+            for line in kept:
+                self._say(line)
+
+    @staticmethod
+    def _say(line: str) -> None:
+        with suppress(OSError, ValueError):
             click.echo(line, err=True)
+
+
+@contextmanager
+def _notes(headless: bool) -> Iterator[_Notes]:
+    """Where sinks and actions say what went wrong."""
+    notes = _Notes(at_once=headless)
+    try:
+        yield notes
+    finally:
+        notes.release()
 
 
 @contextmanager
@@ -526,18 +575,17 @@ def _closing_sinks(sinks: Sinks) -> Iterator[Sinks]:
 
 
 @contextmanager
-def _exporting(address: tuple[str, int], interval_s: float, sinks: Sinks) -> Iterator[tuple[Listener, str]]:
+def _exporting(address: tuple[str, int], pace: _Pace, sinks: Sinks) -> Iterator[tuple[Listener, str]]:
     """Serve metrics. Gives what takes the frames, and words that say where they are served."""
     from pdctl.watch.exporter import ClusterCollector, make_registry
     from pdctl.watch.exporter_server import ExporterServer
 
     collector = ClusterCollector(sink_counts=sinks.counts)
     began = time.monotonic()
-    patience_s = max(10 * interval_s, 30.0)
 
     def healthy() -> bool:
         age_s = collector.age_s
-        return (time.monotonic() - began if age_s is None else age_s) < patience_s
+        return (time.monotonic() - began if age_s is None else age_s) < max(10 * pace.interval_s, 30.0)
 
     host, port = address
     server = ExporterServer(make_registry(collector), host, port, healthy=healthy)

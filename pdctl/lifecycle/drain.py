@@ -68,7 +68,7 @@ def drain(
 
     Raises:
         UsageError: the instance is the router itself.
-        PdctlError: it is the last one of its role that the router has, or the router does not do it.
+        PdctlError: no other of its role that the router has is well, or the router does not do it.
         HostError: the router's host cannot be reached.
     """
     if instance.role == "router":
@@ -82,6 +82,7 @@ def drain(
                 f"{instance.name} is the last {instance.role} instance that the router has: no request would be served",
                 hint="pdctl down ends the cluster",
             )
+        _refuse_if_no_other_is_well(plan, fleet, instance, urls)
         quoted = urllib.parse.quote(instance.url, safe="")
         _ask_router(plan, fleet, "POST", f"/remove_worker?url={quoted}")
         if (instance.url, instance.role) in router_workers(plan, fleet):
@@ -95,6 +96,20 @@ def drain(
         if not left or took_s >= timeout_s:
             return Drained(instance.name, not left, left, took_s)
         time.sleep(_PAUSE_S)
+
+
+def _refuse_if_no_other_is_well(plan: ClusterPlan, fleet: Fleet, instance: InstancePlan, urls: list[str]) -> None:
+    """The router lists workers that are down as well: to be listed is not to serve."""
+    others = [one for one in plan.instances if one.role == instance.role and one.url in urls and one != instance]
+    seen = {one.name: one for one in status(replace(plan, instances=(*others, plan.router)), fleet).instances}
+    if any(seen[one.name].state == "ready" for one in others if one.name in seen):
+        return
+    states = ", ".join(f"{one.name} is {seen[one.name].state}" for one in others if one.name in seen)
+    raise PdctlError(
+        f"{instance.name} is the last {instance.role} instance that serves ({states or 'the others are not known'}): "
+        "no request would be served",
+        hint="pdctl up starts what is down",
+    )
 
 
 def what_is_left(seen: InstanceStatus) -> str:

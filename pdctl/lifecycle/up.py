@@ -18,7 +18,7 @@ from pdctl.lifecycle.background import Background, run_all
 from pdctl.lifecycle.boot import wait_ready
 from pdctl.lifecycle.completions import completion_request, read_completion, served_model, unique_prompt
 from pdctl.lifecycle.failure import Aftermath, InstanceFailure, Interrupted, LaunchFailed
-from pdctl.lifecycle.nodes import Nodes
+from pdctl.lifecycle.nodes import HttpRequest, Nodes
 from pdctl.lifecycle.proof import Verdict
 from pdctl.lifecycle.prove import is_float32, prove
 from pdctl.lifecycle.ranks import read_health, telemetry_requests
@@ -36,6 +36,7 @@ _ROUTER_MARGIN_S = 30.0
 _LEARN_REQUEST_S = 60.0
 # A start that was under way when Ctrl-C came: wait this long for it, so that it can be undone.
 _IN_FLIGHT_S = 15.0
+_HEALTH_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class UpOptions:
         timeout_s: limit for the boot of the slowest instance, in seconds.
         grace_s: how long an instance may take to end after SIGTERM when it must be stopped again.
         prove: send the proof request at the end.
+        only: names of instances: start these, wait for them and check them, and nothing else; empty for all. What
+            another instance does then fails nothing; see :attr:`UpResult.unproven`.
     """
 
     apply: bool = False
@@ -55,6 +58,7 @@ class UpOptions:
     timeout_s: float = 1800.0
     grace_s: float = 20.0
     prove: bool = True
+    only: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,15 +76,17 @@ class UpResult:
 
     Attributes:
         instances: every instance, router last.
-        verdict: the proof's outcome; None if it was not asked for.
+        verdict: the proof's outcome; None if it was not asked for, or could not be had.
         model: the model name that requests must carry.
         timings: seconds per stage, and ``total`` and ``added`` (all but the slowest instance's own boot).
+        unproven: with ``only``, why there is no proof though it was asked for: others that are out, in words.
     """
 
     instances: tuple[InstanceResult, ...]
     verdict: Verdict | None
     model: str
     timings: dict[str, float] = field(default_factory=dict)
+    unproven: str = ""
 
     @property
     def changed(self) -> list[str]:
@@ -104,6 +110,10 @@ def up(plan: ClusterPlan, fleet: Fleet, reporter: Reporter, options: UpOptions) 
     return _Launch(plan, fleet, reporter, options).run()
 
 
+class _Disproved(LaunchFailed):
+    """A request came through, and its KV cache did not travel, or the answer was wrong."""
+
+
 class _Launch:
     """One run of ``up``. Remembers what it started, so that it can undo exactly that."""
 
@@ -111,7 +121,11 @@ class _Launch:
         self.plan, self.fleet, self.reporter, self.options = plan, fleet, reporter, options
         self.nodes = Nodes(plan, fleet)
         self.launch_id = secrets.token_hex(8)
-        self.engines = (*plan.prefill, *plan.decode)
+        wanted = [one for one in plan.instances if not options.only or one.name in options.only]
+        self.instances = tuple(wanted)
+        self.engines = tuple(one for one in wanted if one.role != "router")
+        self.hosts = tuple(dict.fromkeys(one.host for one in wanted))
+        self.unproven = ""
         self.actions: dict[str, str] = {}
         self.attempted: dict[str, InstancePlan] = {}
         self.in_flight = threading.Semaphore(0)
@@ -124,9 +138,10 @@ class _Launch:
         begin = time.monotonic()
         try:
             self._timed("ship", self._ship)
-            self._timed("start", lambda: self._start(self.plan.instances))
-            self._timed("boot", lambda: self._wait(self.engines, self.options.timeout_s))
-            verdict = self._serve()
+            self._timed("start", lambda: self._start(self.instances))
+            if self.engines:
+                self._timed("boot", lambda: self._wait(self.engines, self.options.timeout_s))
+            verdict = self._serve_some() if self.options.only else self._serve()
         except KeyboardInterrupt:
             raise Interrupted(self._clean_up()) from None
         except LaunchFailed as error:
@@ -142,30 +157,31 @@ class _Launch:
         return UpResult(
             instances=tuple(
                 InstanceResult(i, self.actions.get(i.name, "started"), self.ready_after.get(i.name))
-                for i in self.plan.instances
+                for i in self.instances
             ),
             verdict=verdict,
             model=served_model(self.plan, self.plan.router),
             timings={name: round(value, 3) for name, value in self.timings.items()},
+            unproven=self.unproven,
         )
 
     # Stages, in order.
 
     def _ship(self) -> None:
-        self.reporter.step(f"reaching {_count(len(self.plan.hosts), 'host')}")
+        self.reporter.step(f"reaching {_count(len(self.hosts), 'host')}")
         own = self.plan.spec.transfer.own_connector
         files = connector_files() if own else {}
         digest = connector_digest(files)
         need = {engine.host for engine in self.engines} if own else set()
 
         def reach(host: Host) -> None:
-            # Every host, also one that needs nothing: none is started while another cannot be reached.
+            # Also one that needs nothing: none is started while another cannot be reached.
             if host.name in need:
                 self.nodes.ship(host.name, digest, files)
             else:
                 self.nodes.status(host.name, [])
 
-        self._fan_out(self.fleet.map(reach, list(self.plan.hosts), timeout_s=90))
+        self._fan_out(self.fleet.map(reach, list(self.hosts), timeout_s=90))
 
     def _start(self, instances: Sequence[InstancePlan]) -> None:
         self.reporter.step(f"starting what does not run of {', '.join(i.name for i in instances)}")
@@ -250,11 +266,88 @@ class _Launch:
             self._timed("warm_pairs", pairs.result)
         if fresh or self.actions[self.plan.router.name] == "started":
             self._timed("learn", self._teach_router)
+        return self._prove() if self.options.prove else None
+
+    def _serve_some(self) -> Verdict | None:
+        """What ``_serve`` does, for some instances among others that may be out, or fail meanwhile."""
+        fresh = [i for i in self.engines if self.actions[i.name] == "started"]
+        if fresh:
+            self._timed("warm_up", lambda: self._warm_instances(fresh))
+        self._check_writers()
+        router = self.plan.router
+        if router in self.instances:
+            self._timed("router", self._router)
         if not self.options.prove:
             return None
+        if fresh:
+            self._timed("warm_pairs", lambda: self._meet_partners(fresh))
+        if self.unproven:
+            return None
+        try:
+            # It has to take in again what was away; whom else it misses is no fault of what was started here.
+            if router not in self.instances:
+                running = self.nodes.status(router.host, [router.name]).known[router.name]
+                if running.process != "running":
+                    self.unproven = "the router does not run"
+                    return None
+                self.actions[router.name] = "changed" if running.digest != router.digest else "already-running"
+                self._timed("router", lambda: self._wait_for_router(router))
+            self._timed("learn", self._teach_router)
+            return self._prove()
+        except _Disproved:
+            raise
+        except PdctlError as error:
+            self.unproven = error.message
+            return None
+
+    def _meet_partners(self, fresh: Sequence[InstancePlan]) -> None:
+        """Send a request over each pair of what was started and what is well. Each must work with one partner."""
+        well = self._healthy([i for i in (*self.plan.prefill, *self.plan.decode) if i not in fresh])
+        there = {*well, *(i.name for i in fresh)}
+        names = {i.name for i in fresh}
+        done: set[str] = set()
+        errors: dict[str, PdctlError] = {}
+
+        def meet(prefill: InstancePlan, decode: InstancePlan) -> None:
+            try:
+                warm_pair(self.nodes, self.plan, prefill, decode)
+            except PdctlError as error:
+                with self.lock:
+                    errors.update({prefill.name: error, decode.name: error})
+            else:
+                with self.lock:
+                    done.update((prefill.name, decode.name))
+
+        for pairs in in_rounds(self.plan.prefill, self.plan.decode):
+            wanted = [(p, d) for p, d in pairs if names & {p.name, d.name} and {p.name, d.name} <= there]
+            run_all(partial(meet, p, d) for p, d in wanted)
+        for one in fresh:
+            if one.name in done:
+                continue
+            if one.name in errors:
+                raise errors[one.name]
+            other = "decode" if one.role == "prefill" else "prefill"
+            self.unproven = f"no {other} instance answers its health check"
+
+    def _healthy(self, engines: Sequence[InstancePlan]) -> set[str]:
+        """Those that answer their health check now."""
+        by_host: dict[str, list[InstancePlan]] = {}
+        for engine in engines:
+            by_host.setdefault(engine.host, []).append(engine)
+
+        def ask(host: Host) -> list[str]:
+            asked = by_host[host.name]
+            requests = [HttpRequest("GET", f"{one.url}/health", timeout_s=_HEALTH_S) for one in asked]
+            answers = self.nodes.http(host.name, requests, parallel=True)
+            return [one.name for one, answer in zip(asked, answers, strict=True) if answer.ok]
+
+        results = self.fleet.map(ask, list(by_host), timeout_s=60)
+        return {name for result in results.values() if isinstance(result, list) for name in result}
+
+    def _prove(self) -> Verdict:
         verdict = self._timed("prove", lambda: prove(self.nodes, self.fleet, self.plan, self.reporter))
         if not verdict.proven:
-            raise LaunchFailed(
+            raise _Disproved(
                 "the cluster is up, but a request through the router did not prove the KV transfer:\n  "
                 + "\n  ".join(verdict.failures),
                 hint="pdctl up --keep leaves it running for a look; pdctl logs decode-0 tells what decode received",
@@ -288,6 +381,10 @@ class _Launch:
         if self.actions[router.name] == "started":
             self._wait([router], _ROUTER_READY_S)
             return
+        self._wait_for_router(router)
+
+    def _wait_for_router(self, router: InstancePlan) -> None:
+        """Wait until a router that ran before has taken in again what was away."""
         health = router_health(self._argv_that_runs(router))
         try:
             self._wait(

@@ -31,18 +31,21 @@ PATIENCE_S: Final = {
     "T004": 20.0,
     "T015": 30.0,
 }
-"""Codes that are acted upon, and for how long an alert must have been open. A dead writer does not come back; a stuck
-one may, and a rank that is silent may only be short of a CPU. Not here: what a restart does not cure (the network and
-its speed: T007, T008; load: T006, T012 to T014; a client or router: T005; a process that has ended: E001, which
-``pdctl up`` starts).
+"""Codes that are acted upon, and for how long they must have been seen without a break. A dead writer does not come
+back; a stuck one may, and a rank that is silent may only be short of a CPU. Not here: what a restart does not cure (the
+network and its speed: T007, T008; load: T006, T012 to T014; a client or router: T005; a process that has ended: E001,
+which ``pdctl up`` starts).
 """
 REPEATED: Final = 3
 """So many transfers of a pair must stall at once..."""
 LASTING_S: Final = 60.0
-"""...or the alert has lasted for this long: single transfers end by ``transfer.timeout_s``, so others have followed."""
+"""...or it has been seen for this long: single transfers end by ``transfer.timeout_s``, so others have followed."""
 HOUR_S: Final = 3600.0
 AFTERMATH_S: Final = 45.0
 """So long after an action the alerts that it causes belong to it."""
+GAP_S: Final = 5.0
+"""Snapshots further apart than this, and than three intervals, have a gap between them: what was seen before it (the
+watch was stopped, or its machine slept) says nothing about now. So has one whose clocks disagree by more."""
 CAUSED: Final = frozenset({"E001", "E002", "E004", "W001", "W002", "W003"})
 """Alerts that a restart itself causes."""
 _SINGLE: Final = frozenset({"T001", "T002", "T003", "T004"})
@@ -57,14 +60,16 @@ class ActingSettings:
     Attributes:
         action: what to do.
         limit: no more actions than this within any hour, for the whole cluster.
-        cool_down_s: an instance is left alone for this long after an action on it.
+        cool_down_s: an instance is left alone for this long after an action on it, and after its start.
         dry_run: say what would be done, and do nothing. Limits count as if it had been done.
+        interval_s: from one snapshot to the next.
     """
 
     action: Action
     limit: int = 2
     cool_down_s: float = 300.0
     dry_run: bool = False
+    interval_s: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -155,12 +160,18 @@ class _No:
     instances: tuple[str, ...] = ()
 
 
+# A pid, and when that process was made; what is not known is None.
+_Process = tuple[int | None, float | None]
+
+
 @dataclass
 class _State:
     begun: deque[float] = field(default_factory=deque)
     ended: dict[str, float] = field(default_factory=dict)
-    drained: set[str] = field(default_factory=set)
+    # What was taken out of the router, and which processes it and the router were: others bring it back.
+    drained: dict[str, tuple[_Process, _Process]] = field(default_factory=dict)
     running: Decision | None = None
+    running_processes: dict[str, tuple[_Process, _Process]] = field(default_factory=dict)
 
 
 class Decider:
@@ -175,11 +186,19 @@ class Decider:
         self._state = _State()
         # Refusals that were told: (code, subject, kind) -> when the alert opened.
         self._told: OrderedDict[tuple[str, str, str], float] = OrderedDict()
+        self._interval_s = settings.interval_s
+        # Clocks of the last snapshot, and since when snapshots have come without a gap.
+        self._last: tuple[float, float] | None = None
+        self._awake_since = float("-inf")
 
     @property
     def running(self) -> Decision | None:
         """What is under way."""
         return self._state.running
+
+    def set_interval(self, interval_s: float) -> None:
+        """Snapshots come at another pace from now on."""
+        self._interval_s = interval_s
 
     def spent(self, now: float) -> int:
         """How many actions began within the hour before ``now``."""
@@ -197,31 +216,46 @@ class Decider:
             what is to be done now (call :meth:`ended` when it is over), and the events to tell.
         """
         now, covered = snapshot.at, self.covered(snapshot.at)
+        self._notice_gap(snapshot)
+        self._forget_drained(snapshot)
         if self._state.running is not None:
             return None, []
         # What is about an instance that we have just touched is its aftermath, and no reason to touch another.
         found = [a for a in alerts if a.symptom.code in PATIENCE_S and not covered & set(a.symptom.instances)]
-        ripe = [alert for alert in found if _ripe(alert)]
-        if not ripe:
-            return None, []
-        lead = ripe[0]
-        because = Because(lead.symptom.code, lead.symptom.message, lead.symptom.subject)
-        no = _not_hung(lead, snapshot)
-        choice = no or self._targets(lead, ripe, snapshot)
+        ripe = [alert for alert in found if _ripe(alert, now - self._awake_since)]
+        told: list[ActionEvent] = []
+        curable: list[Alert] = []
+        for alert in ripe:
+            # One that has another cure holds up none of the others.
+            hung = _not_hung(alert, snapshot)
+            if hung is None:
+                curable.append(alert)
+            else:
+                told += self._refused(alert, _because(alert), hung)
+        if not curable:
+            return None, told
+        lead = curable[0]
+        because = _because(lead)
+        choice = self._targets(lead, curable, snapshot)
         if isinstance(choice, _No):
-            return None, self._refused(lead, because, choice)
+            return None, told + self._refused(lead, because, choice)
         no = self._forbidden(choice, ripe, snapshot, alerts)
         if no is not None:
-            return None, self._refused(lead, because, no)
+            return None, told + self._refused(lead, because, no)
         decision = Decision(self.settings.action, choice, because)
         while self._state.begun and now - self._state.begun[0] >= HOUR_S:
             self._state.begun.popleft()
         self._state.begun.append(now)
         if self.settings.dry_run:
             self._finish(choice, now)
-            return None, [ActionEvent(decision.action, choice, because, "dry-run", "nothing was done: a dry run")]
+            dry = ActionEvent(decision.action, choice, because, "dry-run", "nothing was done: a dry run")
+            return None, [*told, dry]
         self._state.running = decision
-        return decision, [ActionEvent(decision.action, choice, because, "begun")]
+        router = next((one for one in snapshot.instances if one.role == "router"), None)
+        self._state.running_processes = {
+            name: (_process(snapshot.instance(name)), _process(router)) for name in decision.instances
+        }
+        return decision, [*told, ActionEvent(decision.action, choice, because, "begun")]
 
     def ended(self, now: float, *, succeeded: bool) -> None:
         """What was decided is over; its cool-down begins, however it went."""
@@ -229,7 +263,25 @@ class Decider:
         if decision is not None:
             self._finish(decision.instances, now)
             if decision.action == "drain" and succeeded:
-                self._state.drained.update(decision.instances)
+                self._state.drained.update(self._state.running_processes)
+
+    def _notice_gap(self, snapshot: Snapshot) -> None:
+        """What was seen before a gap counts no more."""
+        last, self._last = self._last, (snapshot.at, snapshot.unix)
+        if last is None:
+            return
+        passed_s = snapshot.at - last[0]
+        # A monotonic clock may stand still while the machine sleeps.
+        apart_s = abs((snapshot.unix - last[1]) - passed_s)
+        if passed_s > max(GAP_S, 3 * self._interval_s) or passed_s < 0 or apart_s > GAP_S:
+            self._awake_since = snapshot.at
+
+    def _forget_drained(self, snapshot: Snapshot) -> None:
+        """A new router takes every instance in again, and so whatever comes back as another process is in service."""
+        router = next((one for one in snapshot.instances if one.role == "router"), None)
+        for name, (own, router_then) in list(self._state.drained.items()):
+            if _another(own, _process(snapshot.instance(name))) or _another(router_then, _process(router)):
+                del self._state.drained[name]
 
     def _finish(self, instances: Iterable[str], now: float) -> None:
         self._state.ended.update(dict.fromkeys(instances, now))
@@ -287,14 +339,24 @@ class Decider:
         stuck = [one for one in ripe if one.symptom.code[0] == "W"]
         # Beside a stuck writer whatever else stalls is another fault: what it explains is folded into its alert.
         stalled = {name for one in (ripe if stuck else ()) for name in one.symptom.instances}
-        out = {one.name for one in snapshot.instances if _is_out(one)} | stalled | self._state.drained
-        out |= {name for one in alerts if one.symptom.code in ("E001", "E003") for name in one.symptom.instances}
-        out |= set(targets)
+        down = {one.name for one in snapshot.instances if _is_out(one)}
+        down |= {name for one in alerts if one.symptom.code in ("E001", "E003") for name in one.symptom.instances}
+        out = down | stalled | set(self._state.drained) | set(targets)
         for role in ("prefill", "decode"):
             gone = sorted(name for name in out if roles.get(name) == role)
             if len(gone) > 1:
                 why = f"more than one {role} instance would be out ({', '.join(gone)}): "
                 return _No("wide", why + "no restart cures a fault of the whole cluster", targets)
+        others = sorted(name for name in down if name not in targets and roles.get(name) in _ENGINES)
+        if others:
+            why = f"{', '.join(others)} {'is' if len(others) == 1 else 'are'} out: first see to that (pdctl up)"
+            return _No("out", why, targets)
+        if _router_is_out(snapshot, alerts):
+            return _No("router", "the router is out: first see to that (pdctl up)", targets)
+        drained = [name for name in targets if name in self._state.drained]
+        if drained:
+            why = f"{', '.join(drained)} is out of the router already; pdctl restart router takes it in again"
+            return _No("drained", why, targets)
         if settings.action == "drain":
             (target,) = targets
             left = [one.name for one in snapshot.instances if one.role == roles.get(target) and one.name not in out]
@@ -305,6 +367,12 @@ class Decider:
             if since < settings.cool_down_s:
                 why = f"{name} was acted upon {since:.0f} s ago and is left alone for {settings.cool_down_s:.0f} s"
                 return _No("cool-down", f"{why}; it did not help, so look at it", targets)
+            one = snapshot.instance(name)
+            # By its host's clock: one that is ahead makes it look younger, which is no harm.
+            age_s = float("inf") if one is None or one.started_unix is None else snapshot.unix - one.started_unix
+            if age_s < settings.cool_down_s:
+                why = f"{name} was started {max(age_s, 0.0):.0f} s ago, by this watch or by somebody else, and is left "
+                return _No("young", f"{why}alone for {settings.cool_down_s:.0f} s", targets)
         if self.spent(now) >= settings.limit:
             why = f"{self.spent(now)} actions within the last hour, of at most {settings.limit} (--on-stall-limit)"
             return _No("limit", why, targets)
@@ -326,14 +394,27 @@ class Fold:
         seen, self._seen = tuple(dict.fromkeys(self._seen)), []
         return seen[:_KEPT]
 
-    def hides(self, alert: Alert, covered: frozenset[str]) -> bool:
-        """Whether an alert is one that an action on these instances causes."""
+    def begin(self) -> None:
+        """An action begins: what the aftermath of the one before it hid is not of this one."""
+        self._seen.clear()
+
+    def hides(self, alert: Alert, covered: frozenset[str], routers: frozenset[str] = frozenset()) -> bool:
+        """Whether an alert is one that an action causes.
+
+        Args:
+            alert: it.
+            covered: the action's instances.
+            routers: those whose process runs: their health check fails while they miss an instance, and that is all
+                that an action does to them.
+        """
         about = set(alert.symptom.instances)
+        if alert.symptom.code == "E001" and about <= covered | routers:
+            return bool(about)
         return alert.symptom.code in CAUSED and bool(about) and about <= covered
 
-    def opened(self, alert: Alert, covered: frozenset[str]) -> bool:
+    def opened(self, alert: Alert, covered: frozenset[str], routers: frozenset[str] = frozenset()) -> bool:
         """An alert has opened: whether to tell."""
-        if not self.hides(alert, covered):
+        if not self.hides(alert, covered, routers):
             return True
         self._hidden.add(_identity(alert))
         self._seen.append(_identity(alert))
@@ -349,10 +430,14 @@ class Fold:
         self._hidden.discard(_identity(alert))
         return known
 
-    def surfacing(self, alerts: Sequence[Alert], covered: frozenset[str]) -> list[Alert]:
+    def surfacing(
+        self, alerts: Sequence[Alert], covered: frozenset[str], routers: frozenset[str] = frozenset()
+    ) -> list[Alert]:
         """Alerts that were hidden and are not an action's any more: they are told now."""
-        back = [alert for alert in alerts if not self.tells(alert) and not self.hides(alert, covered)]
-        self._hidden.difference_update(_identity(alert) for alert in back)
+        back = [alert for alert in alerts if not self.tells(alert) and not self.hides(alert, covered, routers)]
+        told = {_identity(alert) for alert in back}
+        self._hidden -= told
+        self._seen = [identity for identity in self._seen if identity not in told]
         return back
 
 
@@ -360,12 +445,17 @@ def _identity(alert: Alert) -> tuple[str, str]:
     return alert.symptom.code, alert.symptom.subject
 
 
-def _ripe(alert: Alert) -> bool:
-    """Whether an alert has lasted, is seen now, and is more than one lost message."""
+def _because(alert: Alert) -> Because:
+    return Because(alert.symptom.code, alert.symptom.message, alert.symptom.subject)
+
+
+def _ripe(alert: Alert, awake_s: float) -> bool:
+    """Whether an alert has been seen for long without a break, is seen now, and is more than one lost message."""
     code = alert.symptom.code
-    if alert.unseen_s > 0 or not alert.open or alert.duration_s < PATIENCE_S[code]:
+    seen_s = min(alert.present_s, awake_s)
+    if alert.unseen_s > 0 or not alert.open or seen_s < PATIENCE_S[code]:
         return False
-    if code not in _SINGLE or alert.duration_s >= LASTING_S:
+    if code not in _SINGLE or seen_s >= LASTING_S:
         return True
     return 1 + sum(one.code == code for one in alert.folded) >= REPEATED
 
@@ -399,6 +489,26 @@ def _at_fault(prefill: str, decode: str, snapshot: Snapshot) -> str:
 
 def _is_out(one: InstanceView) -> bool:
     return one.healthy is False or one.process in ("exited", "absent", "zombie")
+
+
+def _router_is_out(snapshot: Snapshot, alerts: Sequence[Alert]) -> bool:
+    """Whether the router does not serve. That it misses an engine which does not answer is no fault of its own."""
+    unreachable = {name for one in alerts if one.symptom.code == "E003" for name in one.symptom.instances}
+    engines_well = all(one.healthy is True for one in snapshot.instances if one.role in _ENGINES)
+    for one in snapshot.instances:
+        if one.role == "router":
+            ended = one.process not in (None, "running")
+            return ended or one.name in unreachable or (one.healthy is False and engines_well)
+    return False
+
+
+def _process(one: InstanceView | None) -> _Process:
+    return (None, None) if one is None else (one.pid, one.started_unix)
+
+
+def _another(then: _Process, now: _Process) -> bool:
+    """Whether it is surely another process."""
+    return any(a is not None and b is not None and a != b for a, b in zip(then, now, strict=True))
 
 
 def _ordered(names: tuple[str, ...], roles: dict[str, str]) -> tuple[str, ...]:

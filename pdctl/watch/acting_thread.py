@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ class Progress:
         self._changed = threading.Condition()
         self._step = "begun"
         self._safe = False
+        self._leaving = False
 
     @property
     def step(self) -> str:
@@ -43,9 +45,18 @@ class Progress:
             self._safe = True
             self._changed.notify_all()
 
-    def wait_safe(self, timeout_s: float) -> bool:
-        """Wait until it is safe to leave; False if that took too long."""
+    def go_on(self) -> bool:
+        """Begin another part that must not be left in the middle; False, and it must not begin, once we leave."""
         with self._changed:
+            if self._leaving:
+                return False
+            self._safe = False
+            return True
+
+    def wait_safe(self, timeout_s: float) -> bool:
+        """Leave: have no other part begun, and wait until it is safe; False if that took too long."""
+        with self._changed:
+            self._leaving = True
             return self._changed.wait_for(lambda: self._safe, timeout_s)
 
 
@@ -58,6 +69,38 @@ class Performer(Protocol):
         Raises:
             PdctlError: it did not work.
         """
+
+
+def leave(
+    what: str, progress: Progress, note: Callable[[str], None], *, timeout_s: float, result: Callable[[], str]
+) -> None:
+    """Wait until what is under way can be left alone, and say what state it is in.
+
+    Args:
+        what: is under way, in words.
+        progress: of it.
+        note: told; whatever it raises (nobody reads any more) ends nothing here.
+        timeout_s: how long to wait.
+        result: how it ended, in words; empty if it has not.
+    """
+
+    def say(text: str) -> None:
+        with contextlib.suppress(Exception):
+            note(text)
+
+    say(f"{what} is under way ({progress.step}): waiting until it can be left")
+    try:
+        safe = progress.wait_safe(timeout_s)
+    except KeyboardInterrupt:
+        say(f"{what} was left in the middle ({progress.step}): pdctl status shows what runs, pdctl up")
+        raise
+    ended = result()
+    if ended:
+        say(f"{what} {ended}")
+    elif safe:
+        say(f"{what} goes on by itself, unproven ({progress.step}): see pdctl status")
+    else:
+        say(f"{what} hangs ({progress.step}): pdctl status shows what runs, pdctl up starts the rest")
 
 
 class ActingThread:
@@ -91,6 +134,11 @@ class ActingThread:
         self._result: tuple[bool, str, float] | None = None
         self._thread: threading.Thread | None = None
 
+    def set_interval(self, interval_s: float) -> None:
+        """Frames come at another pace from now on."""
+        with self._lock:
+            self._decider.set_interval(interval_s)
+
     def __call__(self, frame: Frame) -> Frame:
         """The frame with what was done, and without the alerts that are part of it."""
         events = self._collect(frame.snapshot.at)
@@ -112,24 +160,18 @@ class ActingThread:
         if decision is None or thread is None or not thread.is_alive():
             return
         what = f"--on-stall {decision.action} of {', '.join(decision.instances)}"
-        self._note(f"{what} is under way ({self._progress.step}): waiting until it can be left")
-        try:
-            safe = self._progress.wait_safe(timeout_s)
-        except KeyboardInterrupt:
-            self._note(f"{what} was left in the middle ({self._progress.step}): pdctl status shows what runs, pdctl up")
-            raise
-        thread.join(0.2)
-        with self._lock:
-            result = self._result
-        if result is not None:
-            self._note(f"{what} {'done' if result[0] else 'failed'} after {result[2]:.1f} s: {result[1]}")
-        elif safe:
-            self._note(f"{what} goes on by itself, unproven ({self._progress.step}): see pdctl status")
-        else:
-            self._note(f"{what} hangs ({self._progress.step}): pdctl status shows what runs, pdctl up starts the rest")
+
+        def result() -> str:
+            thread.join(0.2)
+            with self._lock:
+                ended = self._result
+            return "" if ended is None else f"{'done' if ended[0] else 'failed'} after {ended[2]:.1f} s: {ended[1]}"
+
+        leave(what, self._progress, self._note, timeout_s=timeout_s, result=result)
 
     def _begin(self, decision: Decision) -> None:
         self._progress, self._result, self._began = Progress(), None, self._clock()
+        self._fold.begin()
         self._thread = threading.Thread(target=self._run, args=(decision, self._progress), name="on-stall", daemon=True)
         self._thread.start()
 
@@ -169,20 +211,20 @@ class ActingThread:
         # After a drain or a dry run there is nothing that the action itself would have caused.
         restarts = self._decider.settings.action != "drain" and not self._decider.settings.dry_run
         covered = self._decider.covered(frame.snapshot.at) if restarts else frozenset()
-        if covered:
-            # vllm-router's health check fails while it misses an instance.
-            covered |= {one.name for one in frame.snapshot.instances if one.role == "router"}
+        running = {one.name for one in frame.snapshot.instances if one.role == "router" and one.process == "running"}
+        # vllm-router's health check fails while it misses an instance. That its process ends is no part of it.
+        routers = frozenset(running) if covered else frozenset()
         kept: list[AlertEvent] = []
         for event in frame.events:
             if event.kind == "opened":
-                told = self._fold.opened(event.alert, covered)
+                told = self._fold.opened(event.alert, covered, routers)
             elif event.kind == "closed":
                 told = self._fold.closed(event.alert)
             else:
                 told = self._fold.tells(event.alert)
             if told:
                 kept.append(event)
-        kept += [AlertEvent("opened", alert) for alert in self._fold.surfacing(frame.alerts, covered)]
+        kept += [AlertEvent("opened", alert) for alert in self._fold.surfacing(frame.alerts, covered, routers)]
         alerts = tuple(alert for alert in frame.alerts if self._fold.tells(alert))
         return replace(frame, alerts=alerts, events=tuple(kept))
 

@@ -58,6 +58,7 @@ class Alert:
         open: False once it is over.
         folded: symptoms that have the same cause and are not shown by themselves.
         unseen_s: since its symptom was last seen; 0 if it is there in this snapshot.
+        present_s: for how long its symptom has been seen without a break; less than ``duration_s`` after one.
     """
 
     symptom: Symptom
@@ -66,6 +67,7 @@ class Alert:
     open: bool = True
     folded: tuple[Symptom, ...] = ()
     unseen_s: float = 0.0
+    present_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         """Stable keys, for JSON lines, hooks and webhooks."""

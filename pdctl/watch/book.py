@@ -42,6 +42,8 @@ class _Open:
     opened_unix: float
     seen_at: float
     hold_s: float
+    # Since when it has been seen without a break; an alert is held open through breaks.
+    seen_since: float
     clean_ticks: int = 0
     folded: tuple[Symptom, ...] = ()
     # Alerts that it took in; they count until it closes, since what it hides cannot be seen to heal.
@@ -52,7 +54,8 @@ class _Open:
 
     def alert(self, now: float, *, is_open: bool = True) -> Alert:
         lasted, unseen = max(0.0, now - self.opened_at), max(0.0, now - self.seen_at)
-        return Alert(self.symptom, self.opened_unix, lasted, is_open, self.folded, unseen)
+        present = max(0.0, self.seen_at - self.seen_since)
+        return Alert(self.symptom, self.opened_unix, lasted, is_open, self.folded, unseen, present)
 
 
 class History:
@@ -210,6 +213,8 @@ class Watchdog:
                 opened.append(identity)
             one.symptom = _headline(symptoms, identity)
             one.folded = tuple(symptoms[1 : 1 + FOLDED_LIMIT])
+            if one.clean_ticks:
+                one.seen_since = snapshot.at
             one.seen_at = snapshot.at
             one.clean_ticks = 0
         # What was not seen now begins anew: ticks count in a row.
@@ -225,7 +230,7 @@ class Watchdog:
         else:
             flaps = 0
         self._closed[identity] = (closed_at, flaps)
-        return _Open(symptom, snapshot.at, snapshot.unix, snapshot.at, hold, told_at=snapshot.at)
+        return _Open(symptom, snapshot.at, snapshot.unix, snapshot.at, hold, snapshot.at, told_at=snapshot.at)
 
     def _miss(
         self, groups: dict[Identity, list[Symptom]], causes: dict[Identity, Symptom], snapshot: Snapshot

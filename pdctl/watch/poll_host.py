@@ -21,10 +21,16 @@ _SEND_S = 10.0
 _SIGN_S = 5.0
 """How often the script is shown that somebody listens; it ends after 30 s without."""
 _SILENCE_S = 15.0
-"""How long a script may say nothing until the connection is given up. A snapshot tells of it long before."""
+"""How long a script may say nothing until the connection is given up. A snapshot tells of it long before. More at a
+slow pace, see `silence_s`."""
 _WAIT_S = 1.0
 _LIFETIME_S = 6 * 3600.0
 _FIRST_DELAY_S, _LAST_DELAY_S = 1.0, 30.0
+
+
+def silence_s(interval_s: float) -> float:
+    """How long a script may say nothing that says a line every ``interval_s``, in seconds: one may be lost."""
+    return max(_SILENCE_S, 2 * interval_s + 5.0)
 
 
 class Sink(Protocol):
@@ -60,7 +66,7 @@ class HostWatch:
         pythons: interpreters to try on the host.
         sink: takes what comes.
         slots: bounds how many hosts are connected to at once.
-        silence_s: see the constant.
+        silence_s: see the function of this name, which is for None; at every pace.
         delay: see `delay_s`.
     """
 
@@ -73,7 +79,7 @@ class HostWatch:
         sink: Sink,
         slots: threading.Semaphore,
         *,
-        silence_s: float = _SILENCE_S,
+        silence_s: float | None = None,
         delay: Callable[[int, float], float] = delay_s,
     ) -> None:
         self._name, self._find, self._request, self._pythons = name, find, request, pythons
@@ -139,6 +145,8 @@ class HostWatch:
     def _lines(self) -> Iterator[None]:
         """Yield for each line, until it is time for another script."""
         request = self._request
+        # Of this script: at another pace there is another one.
+        patience_s = silence_s(float(request.get("interval_s", 1.0))) if self._silence_s is None else self._silence_s
         conversation = self._open(request)
         try:
             begun = heard = signed = time.monotonic()
@@ -151,10 +159,10 @@ class HostWatch:
                 try:
                     message = conversation.receive(timeout_s=_WAIT_S)
                 except CommandTimeout:
-                    if time.monotonic() - heard > self._silence_s:
+                    if time.monotonic() - heard > patience_s:
                         raise CommandTimeout(
                             self._name,
-                            f"{_WHAT} said nothing for {self._silence_s:.0f} s",
+                            f"{_WHAT} said nothing for {patience_s:.0f} s",
                             hint="the host or the network to it may be overloaded, or gone",
                         ) from None
                     continue

@@ -30,16 +30,23 @@ def until(condition: Callable[[], Any], timeout_s: float = 90.0) -> Any:
 class Watch:
     """A running ``pdctl watch --json`` that may act."""
 
-    def __init__(self, cluster: Cluster, folder: Path, *words: str) -> None:
+    def __init__(self, cluster: Cluster, folder: Path, *words: str, stderr: int | None = None) -> None:
         self.out, self.err = folder / "watch.out", folder / "watch.err"
         with self.out.open("w") as out, self.err.open("w") as err:
             self.process = subprocess.Popen(
-                cluster.command("watch", "--json", "--interval", "0.3", "--skip", "E004,E005", *words),
+                cluster.command(
+                    "watch", "--json", "--interval", "0.3", "--skip", "E004,E005", *words, *self.at_once(words)
+                ),
                 env=cluster.environment(),
                 stdout=out,
-                stderr=err,
+                stderr=err if stderr is None else stderr,
                 stdin=subprocess.DEVNULL,
             )
+
+    @staticmethod
+    def at_once(words: tuple[str, ...]) -> tuple[str, ...]:
+        """The clusters here are young, and what was started within the cool-down is left alone."""
+        return ("--on-stall-cool-down", "0") if "--on-stall-cool-down" not in words else ()
 
     def lines(self, kind: str) -> list[dict[str, Any]]:
         lines = [json.loads(line) for line in self.out.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -121,6 +128,34 @@ def test_a_dry_run_and_a_refused_drain_change_nothing(cluster: Cluster, writer: 
         finally:
             watch.end()
     assert pids(cluster) == before
+
+
+def test_what_has_just_been_started_is_left_alone(cluster: Cluster, writer: Path, tmp_path: Path) -> None:
+    before = pids(cluster)
+    writer.write_text("dead")
+    watch = Watch(cluster, tmp_path, "--on-stall", "restart-writer-side", "--on-stall-cool-down", "300")
+    try:
+        told = until(lambda: watch.action("refused"))
+        assert "prefill-0 was started" in told["detail"]
+    finally:
+        watch.end()
+    assert pids(cluster) == before
+
+
+def test_a_reader_that_goes_away_leaves_no_instance_stopped(cluster: Cluster, writer: Path, tmp_path: Path) -> None:
+    before = pids(cluster)
+    watch = Watch(cluster, tmp_path, "--on-stall", "restart-writer-side", stderr=subprocess.PIPE)
+    try:
+        time.sleep(2)
+        writer.write_text("dead")
+        until(lambda: watch.action("begun"))
+        # As `2>&1 | tee` does at Ctrl-C.
+        assert watch.process.stderr is not None
+        watch.process.stderr.close()
+    finally:
+        watch.end()
+    until(lambda: cluster.pdctl("status").code == 0)
+    assert pids(cluster)["prefill-0"] != before["prefill-0"]
 
 
 def test_ctrl_c_in_the_middle_of_a_restart_leaves_a_cluster_that_comes_up(

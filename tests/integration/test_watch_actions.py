@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -46,6 +48,42 @@ def test_an_instance_is_restarted_and_its_log_read(cluster: Cluster, fleet: Flee
         actions.logs("decode-7")
     with pytest.raises(PdctlError, match="last decode instance"):
         actions.drain("decode-0")
+
+
+def processes(cluster: Cluster) -> dict[str, tuple[int | None, str]]:
+    seen = cluster.pdctl("status", "--json").json()["instances"]
+    return {one["name"]: (one["pid"], one["state"]) for one in seen}
+
+
+def test_a_restart_starts_nothing_else_and_fails_for_nothing_else(cluster: Cluster, fleet: Fleet) -> None:
+    actions = ClusterActions(load_plan(cluster.file), cluster.file, fleet, read_only=False)
+    before = processes(cluster)
+    pid = before["decode-0"][0]
+    assert pid is not None
+    # Somebody has stopped it, and has a reason.
+    os.kill(pid, signal.SIGKILL)
+    words = actions.restart("prefill-0")
+    assert words.startswith("prefill-0 was restarted, and is ready")
+    assert words.endswith("not proven by a request: no decode instance answers its health check")
+    after = processes(cluster)
+    assert after["prefill-0"][0] not in (None, before["prefill-0"][0])
+    assert after["decode-0"] == (None, "exited")
+    assert after["router"][0] == before["router"][0]
+
+
+def test_a_proof_that_fails_stops_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    made = bench.cluster(decode={"STAND_IN_WRONG_TEXT": "1"})
+    for name, value in made.env.items():
+        monkeypatch.setenv(name, value)
+    assert made.pdctl("up", "--keep").code == 1
+    before = processes(made)
+    with Fleet(load_plan(made.file).spec) as fleet:
+        actions = ClusterActions(load_plan(made.file), made.file, fleet, read_only=False)
+        with pytest.raises(PdctlError, match=r"did not prove[\s\S]*left running: prefill-0"):
+            actions.restart("prefill-0")
+    after = processes(made)
+    assert after["prefill-0"][1] == "ready"
+    assert after["prefill-0"][0] != before["prefill-0"][0]
 
 
 def test_nothing_is_changed_when_read_only(cluster: Cluster, fleet: Fleet) -> None:

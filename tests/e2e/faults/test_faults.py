@@ -352,6 +352,7 @@ def test_f26_decode_is_killed_and_comes_back(faulty: Faulty) -> None:
     assert result.code == 0, result.err
 
 
+@pytest.mark.long
 def test_f09_f23_prefill_connects_late_or_never_to_a_new_decode_engine(faulty: Faulty) -> None:
     """The request that proves a new engine is the first one that prefill must connect for.
 

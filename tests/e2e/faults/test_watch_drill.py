@@ -198,6 +198,7 @@ def test_a_writer_that_hangs_in_nixl(faulty: Faulty, watch: Watch) -> None:
     watch.expect("closed", "W002", since=since, within_s=40)
 
 
+@pytest.mark.long
 def test_a_wedged_writer_is_healed_by_on_stall(faulty: Faulty, watch: Watch) -> None:
     """The writer hangs for longer than anybody waits; only another process can heal it."""
     acting = Watch(faulty, "--on-stall", "restart-writer-side")

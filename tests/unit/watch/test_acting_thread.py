@@ -20,12 +20,15 @@ from tests.unit.watch.frames import SNAPSHOT
 
 
 def alert(code: str, instance: str = "prefill-0") -> Alert:
-    return Alert(CODES[code].symptom(instance, f"{code} there", "", instances=(instance,)), SNAPSHOT.unix, 100.0)
+    return Alert(
+        CODES[code].symptom(instance, f"{code} there", "", instances=(instance,)), SNAPSHOT.unix, 100.0, present_s=100.0
+    )
 
 
 def frame(at: float, *alerts: Alert, events: tuple[AlertEvent, ...] = ()) -> Frame:
     router = InstanceView("router", "router", "h1", "http://r", process="running", healthy=True)
-    return Frame(replace(SNAPSHOT, at=at, instances=(*SNAPSHOT.instances, router)), alerts, events)
+    unix = SNAPSHOT.unix - SNAPSHOT.at + at
+    return Frame(replace(SNAPSHOT, at=at, unix=unix, instances=(*SNAPSHOT.instances, router)), alerts, events)
 
 
 class Restarts:
@@ -110,6 +113,32 @@ def test_alerts_of_the_restart_are_part_of_it(restarts: Restarts) -> None:
     assert ([event.alert for event in given.events], given.alerts) == ([down], (down, other))
 
 
+def test_the_aftermath_of_one_action_is_no_part_of_the_next(restarts: Restarts) -> None:
+    acting = make(restarts, cool_down_s=0.0, interval_s=100.0)
+    restarts.go_on.set()
+    acting(frame(100, alert("W001")))
+    assert until(lambda: acting(frame(101))).actions[0].outcome == "done"
+    late = alert("E004")
+    assert acting(frame(102, events=(AlertEvent("opened", late),))).events == ()
+    acting(frame(103, events=(AlertEvent("closed", late),)))
+    acting(frame(200, alert("W001", "decode-0")))
+    (done,) = until(lambda: acting(frame(201))).actions
+    assert (done.instances, done.folded) == (("decode-0",), ())
+
+
+def test_a_router_that_ends_during_an_action_is_told(restarts: Restarts) -> None:
+    acting = make(restarts)
+    acting(frame(100, alert("W001")))
+    unwell = alert("E001", "router")
+    assert acting(frame(101, unwell, events=(AlertEvent("opened", unwell),))).alerts == ()
+    crashed = frame(102, unwell)
+    instances = tuple(
+        replace(one, process="exited") if one.role == "router" else one for one in crashed.snapshot.instances
+    )
+    given = acting(replace(crashed, snapshot=replace(crashed.snapshot, instances=instances)))
+    assert [event.alert for event in given.events] == [unwell]
+
+
 def test_a_dry_run_does_nothing_and_hides_nothing(restarts: Restarts) -> None:
     acting = make(restarts, dry_run=True)
     (event,) = acting(frame(100, alert("W001"))).actions
@@ -141,6 +170,29 @@ def test_leaving_a_restart_that_boots_says_so(restarts: Restarts) -> None:
     acting(frame(100, alert("W001")))
     acting.close(20)
     assert "goes on by itself, unproven" in notes[-1]
+
+
+def test_notes_that_nobody_reads_do_not_end_the_waiting(restarts: Restarts) -> None:
+    def note(text: str) -> None:
+        raise BrokenPipeError(text)
+
+    acting = ActingThread(ActingSettings("restart-writer-side"), restarts, note=note)
+    acting(frame(100, alert("W001")))
+    threading.Timer(0.3, restarts.go_on.set).start()
+    acting.close(20)
+    assert restarts.go_on.is_set()
+
+
+def test_leaving_begins_no_other_part() -> None:
+    progress = Progress()
+    assert progress.go_on()
+    progress.safe()
+    assert progress.go_on()
+    assert not progress.wait_safe(0.01), "its second part is not safe yet"
+    progress.safe()
+    assert progress.wait_safe(0.01)
+    assert not progress.go_on()
+    assert progress.wait_safe(0.01)
 
 
 def test_leaving_when_nothing_is_done_says_nothing(restarts: Restarts) -> None:

@@ -75,6 +75,13 @@ class TestLife:
         assert alerts[0].duration_s == 3.0
         assert alerts[0].opened_unix == 1e9
 
+    def test_a_break_ends_for_how_long_it_was_there(self) -> None:
+        ticks = [ill(tick, *([] if tick == 4 else [down()])) for tick in range(8)]
+        alerts, _ = play(ticks)
+        assert (alerts[0].duration_s, alerts[0].present_s) == (6.0, 2.0)
+        alerts, _ = play(ticks[:4])
+        assert (alerts[0].duration_s, alerts[0].present_s) == (2.0, 2.0)
+
     def test_worse_is_told(self) -> None:
         starting = instance("decode-0", healthy=False, ranks=(rank("decode-0", age_s=None, error="refused"),))
         _, told = play([ill(0, starting), ill(1, starting), ill(2, down()), ill(3, down())])

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
+import urllib.error
+import urllib.request
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner, Result
 
+import pdctl.cli.watch
 import pdctl.watch.book
 import pdctl.watch.poller
+import pdctl.watch.tui.app
 from pdctl.cli.main import cli
+from pdctl.cli.watch import _exporting, _notes, _Pace
+from pdctl.cli.watch_actions import ClusterActions
+from pdctl.hosts.fleet import Fleet
 from pdctl.watch.alerts import Severity
 from pdctl.watch.recording import Recorder
+from pdctl.watch.sinks import Sinks
 from pdctl.watch.snapshot import HostView
 from tests.unit.watch.frames import NOTE, SNAPSHOT, STALL, ScriptedPoller, ScriptedWatchdog, alert, snapshots
 
@@ -155,6 +165,104 @@ def test_a_replay_without_alerts_is_fine_and_never_calls_the_webhook_of_the_envi
     monkeypatch.setenv("PDCTL_WEBHOOK", "not even an url")
     result = run("--replay", recording, "--heartbeat", "1", "--only", "W")
     assert result.exit_code == 0, result.output
+
+
+def test_notes_that_nobody_reads_raise_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def echo(line: str, *, err: bool) -> None:
+        said.append(line)
+        raise BrokenPipeError
+
+    monkeypatch.setattr(pdctl.cli.watch.click, "echo", echo)
+    with _notes(headless=True) as notes:
+        notes("one")
+    with _notes(headless=False) as notes:
+        notes("two")
+        assert len(said) == 1
+        # The dashboard has left the screen: what is waited for is said at once.
+        notes.release()
+        assert len(said) == 2
+        notes("three")
+        assert len(said) == 3
+    assert len(said) == 3
+
+
+def test_what_is_kept_is_said_as_soon_as_the_dashboard_has_left_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    handlers = []
+
+    class Dashboard:
+        return_code = 0
+
+        def __init__(self, *args, **more) -> None:
+            pass
+
+        def run(self) -> None:
+            handlers.extend(signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP))
+            notes("a hook failed")
+            assert said == []
+
+    before = [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP)]
+    monkeypatch.setattr(pdctl.watch.tui.app, "Dashboard", Dashboard)
+    monkeypatch.setattr(pdctl.cli.watch.click, "echo", lambda line, *, err: said.append(line))
+    with _notes(headless=False) as notes:
+        assert pdctl.cli.watch._dashboard(None, SimpleNamespace(read_only=False), None, notes) == 0
+        assert [line.partition(" ")[2] for line in said] == ["a hook failed"]
+        notes("waiting until it can be left")
+        assert len(said) == 2
+    assert [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP)] == before
+    assert handlers[0] is handlers[1] is not before[0]
+
+
+def test_what_a_person_has_begun_is_waited_for_while_hosts_are_connected(file, watchdog, monkeypatch) -> None:
+    pollers, ends = watchdog(Interrupting()), []
+    closes = Fleet.close
+    monkeypatch.setattr(
+        ClusterActions, "close", lambda self, note: ends.append(f"actions {pollers[0].closed.is_set()}")
+    )
+    monkeypatch.setattr(Fleet, "close", lambda self: (ends.append("fleet"), closes(self))[1])
+    run("-f", file, "--interval", "0.1")
+    assert ends == ["actions False", "fleet"]
+
+
+def test_the_health_of_the_exporter_follows_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    pace, told = _Pace(1.0), []
+    pace.listeners.append(told.append)
+    now_s = [0.0]
+    monkeypatch.setattr(pdctl.cli.watch, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    with _exporting(("127.0.0.1", 0), pace, Sinks([])) as (_, where):
+        url = where.rpartition(" ")[2].replace("/metrics", "/healthz")
+
+        def answer() -> int:
+            try:
+                with urllib.request.urlopen(url, timeout=10) as response:
+                    return response.status
+            except urllib.error.HTTPError as error:
+                error.close()
+                return error.code
+
+        assert answer() == 200
+        now_s[0] = 100.0
+        assert answer() == 503
+        pace(30.0)
+        assert answer() == 200
+    assert told == [30.0]
+
+
+@pytest.mark.parametrize("more", [[], ["--on-stall-dry-run"]])
+def test_secrets_are_missed_at_the_start_and_not_at_the_incident(file, watchdog, more: list[str]) -> None:
+    pollers = watchdog(Interrupting())
+    path = Path(file)
+    path.write_text(FILE + "env: {VLLM_API_KEY: {from_env: PDCTL_TEST_UNSET}}\n")
+    result = run("-f", file, "--interval", "0.1", "--on-stall", "restart-pair", *more)
+    assert getattr(result.exception, "exit_code", None) == 2
+    assert "PDCTL_TEST_UNSET" in str(result.exception)
+    assert pollers == []
+    # Watching, and draining, start nothing.
+    for words in ([], ["--on-stall", "drain"]):
+        run("-f", file, "--interval", "0.1", *words)
+        assert pollers.pop().polls > 0
 
 
 @pytest.mark.parametrize(

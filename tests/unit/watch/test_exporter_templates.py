@@ -13,6 +13,7 @@ from ruamel.yaml import YAML
 
 from pdctl.cli.main import INTERRUPTED
 from pdctl.cli.watch import command
+from pdctl.watch.acting_thread import CLOSE_S
 from pdctl.watch.exporter import METRICS, exported_names
 from pdctl.watch.headless import event_json
 from tests.unit.watch.frames import SNAPSHOT, alert, frame
@@ -107,6 +108,24 @@ def test_the_unit_runs_a_command_that_exists() -> None:
     context = command.make_context("watch", [word.replace("${PDCTL_EXPORTER}", "127.0.0.1:9109") for word in words[3:]])
     assert context.params["exporter"] == ("127.0.0.1", 9109)
     assert parser["Service"]["SuccessExitStatus"] == str(INTERRUPTED)
+    # A restart that is under way is waited for; the ssh processes that it needs must not be told to end with it.
+    assert parser["Service"]["KillMode"] == "mixed"
+    assert float(parser["Service"]["TimeoutStopSec"]) >= CLOSE_S + 30
+
+
+def test_legends_tell_series_apart() -> None:
+    dashboard = json.loads((TEMPLATES / "grafana-dashboard.json").read_text())
+    seen = 0
+    for panel in dashboard["panels"]:
+        for target in panel["targets"]:
+            if panel["type"] == "table":
+                continue
+            grouped = {
+                label.strip() for by in re.findall(r"\bby \(([^)]*)\)", target["expr"]) for label in by.split(",")
+            }
+            assert grouped <= set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])), panel["title"]
+            seen += bool(grouped)
+    assert seen > 10
 
 
 def documented() -> str:
