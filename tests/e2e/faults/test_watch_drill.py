@@ -201,7 +201,7 @@ def test_a_writer_that_hangs_in_nixl(faulty: Faulty, watch: Watch) -> None:
 @pytest.mark.long
 def test_a_wedged_writer_is_healed_by_on_stall(faulty: Faulty, watch: Watch) -> None:
     """The writer hangs for longer than anybody waits; only another process can heal it."""
-    acting = Watch(faulty, "--on-stall", "restart-writer-side")
+    acting = Watch(faulty, "--on-stall", "restart-writer-side", "--on-stall-cool-down", "0")
     try:
         time.sleep(4)
         since = watch.mark()
