@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import http.server
 import json
 import os
@@ -337,7 +338,9 @@ def test_packages_and_their_versions_are_read_without_importing_them(node: Node)
         "vllm-router": "0.1.17",
     }
     assert "unrelated" not in packages
-    assert found[0].router_problem == "its package vllm_router cannot be found"
+    # The interpreter of the tests may have the real one.
+    there = importlib.util.find_spec("vllm_router") is not None
+    assert found[0].router_problem == ("" if there else "its package vllm_router cannot be found")
 
 
 @pytest.mark.parametrize(
