@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import http.server
+import importlib.util
 import json
 import os
 import shlex
