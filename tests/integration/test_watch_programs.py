@@ -85,10 +85,6 @@ def test_it_is_drawn_in_tmux_follows_its_size_and_ends_by_q(tmux: Tmux) -> None:
     assert "PREFILL" in screen
     tmux.call("resize-window", "-x", "80", "-y", "24")
     tmux.until(lambda text: len(text.splitlines()) <= 24 and "decode-0" in text)
-    tmux.call("send-keys", "?")
-    tmux.until(lambda text: "quit" in text)
-    tmux.call("send-keys", "Escape")
-    tmux.until(lambda text: "decode-0" in text)
     tmux.call("send-keys", "q")
     end = time.monotonic() + 30
     while not tmux.code.exists():
