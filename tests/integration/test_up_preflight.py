@@ -107,6 +107,6 @@ def test_ctrl_c_during_the_checks(bench: Bench, seconds: float) -> None:
     run.send_signal(signal.SIGINT)
     _, err = run.communicate(timeout=60)
     assert "Traceback" not in err
-    # 1: the checks were through already. -2, which a shell calls 130 as well: Python ends itself so if the interrupt came
-    # while a dataclass was being made of text (its exec() remembers an interrupt that was handled since).
+    # 1: the checks were through already. -2, which a shell calls 130 as well: Python ends itself so if the interrupt
+    # came while a dataclass was being made of text (its exec() remembers an interrupt that was handled since).
     assert run.returncode in (1, 130, -signal.SIGINT), err
