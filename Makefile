@@ -51,7 +51,7 @@ soak:  ## ten minutes of mixed traffic with a fault every 20 s (part of `make te
 test-long:  ## the end-to-end tests that `make test` leaves out for their time, then `make soak`'s ten minutes
 	@$(SETUP) --with cpu --with dev
 	"$(BIN)/python" -m pytest tests/e2e -m long $(ARGS)
-	PDCTL_SOAK_S=600 "$(BIN)/python" -m pytest tests/e2e/faults/test_soak.py -s
+	@$(MAKE) soak
 
 lint:  ## check format, lint and types; changes nothing
 	@$(SETUP) --with dev

@@ -1,12 +1,9 @@
-"""JSON files that are written whole or not at all, and read with care."""
+"""JSON files that are read with care."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -83,27 +80,3 @@ def _shown(value: Any) -> str:
 
 def _cut(text: str, most: int = _SHOWN) -> str:
     return printable(text if len(text) <= most else f"{text[: most - 3]}...")
-
-
-@contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[Any]:
-    """A binary file that takes its place only when all of it is written (mode 0600).
-
-    Raises:
-        UsageError: it cannot be written.
-    """
-    try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror or error}") from None
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-        Path(name).replace(path)
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror or error}") from None
-    finally:
-        with contextlib.suppress(OSError):
-            Path(name).unlink()

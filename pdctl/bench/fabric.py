@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass as checked
 
-from pdctl.bench.documents import read_document, whole_file
+from pdctl.atomic_file import write_atomically
+from pdctl.bench.documents import read_document
 from pdctl.bench.results import Count, Figure
 
 SCHEMA: Literal[1] = 1
@@ -206,8 +207,7 @@ def write_fabric(path: Path, results: FabricResults) -> None:
     Raises:
         UsageError: it cannot be written.
     """
-    with whole_file(path) as stream:
-        stream.write(json.dumps(fabric_json(results), indent=1).encode() + b"\n")
+    write_atomically(path, json.dumps(fabric_json(results), indent=1).encode() + b"\n", mode=0o600)
 
 
 def read_fabric(path: Path) -> FabricResults:

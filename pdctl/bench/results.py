@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass as checked
 
-from pdctl.bench.documents import read_document, whole_file
+from pdctl.atomic_file import write_atomically
+from pdctl.bench.documents import read_document
 
 SCHEMA = 1
 """Version of ``results.json``. A file of another version is refused."""
@@ -411,8 +412,7 @@ def write_results(path: Path, results: Results) -> None:
     Raises:
         UsageError: it cannot be written.
     """
-    with whole_file(path) as stream:
-        stream.write(_ADAPTER.dump_json(results, indent=1) + b"\n")
+    write_atomically(path, _ADAPTER.dump_json(results, indent=1) + b"\n", mode=0o600)
 
 
 def by_round(runs: Sequence[CellRun], figure: str) -> list[list[float]]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from pdctl.bench.results import AnswerCheck, Cell, CellRun, Mode, Results, Sample, StageTimes, Transfers
+from pdctl.bench.cell_watch import CellFacts
+from pdctl.bench.results import AnswerCheck, Cell, CellRun, Mode, Results, Sample
 from pdctl.bench.schedule import Remaining, Turn, rest_of, seed_of, turns
 from pdctl.bench.settings import requests_per_round
 from pdctl.errors import PdctlError
@@ -20,30 +21,13 @@ _MOST_FAILED = 0.5
 """Share of failed requests of a cell from which on going on makes no sense."""
 
 
-@dataclass(frozen=True)
-class Observed:
-    """What the instances say of a cell.
-
-    Attributes:
-        stages: where the time went; None if it is not known.
-        transfers: what was moved.
-        trouble: what went wrong, for people.
-        lost: whether an instance ended, was restarted or did not answer: then the cell is no whole one.
-    """
-
-    stages: StageTimes | None = None
-    transfers: Transfers = field(default_factory=Transfers)
-    trouble: tuple[str, ...] = ()
-    lost: bool = False
-
-
 class Watch(Protocol):
     """Looks at what the instances say of a cell."""
 
     def begin(self) -> None:
         """Remember how everything stands."""
 
-    def end(self, samples: Sequence[Sample]) -> Observed:
+    def end(self, samples: Sequence[Sample]) -> CellFacts:
         """What has changed since."""
 
 
@@ -208,10 +192,12 @@ class Session:
             self._progress.detail("warm-up")
             generator.load(cell, requests=settings.warmup, seed=seed, measured=False, keep=0, on_sample=_forget)
         samples: list[Sample] = []
+        failed = 0
 
         def on_sample(sample: Sample) -> None:
+            nonlocal failed
             samples.append(sample)
-            failed = sum(1 for one in samples if not one.ok)
+            failed += not sample.ok
             trouble = f", {failed} failed" if failed else ""
             self._progress.detail(f"{len(samples)} of {requests} requests{trouble}")
 
@@ -223,15 +209,14 @@ class Session:
                 cell, requests=requests, seed=seed, measured=True, keep=settings.answers, on_sample=on_sample
             )
             run = replace(run, samples=_in_order(samples), duration_s=took, complete=True)
-            observed = watch.end(samples)
+            facts = watch.end(samples)
             run = replace(
                 run,
-                stages=observed.stages,
-                transfers=observed.transfers,
-                trouble=observed.trouble,
-                complete=not observed.lost,
+                stages=facts.stages,
+                transfers=facts.transfers,
+                trouble=facts.trouble,
+                complete=not facts.lost,
             )
-            failed = len(samples) - len(run.good)
             if failed > _MOST_FAILED * len(samples):
                 # Nothing more is asked of a cluster that may be dead.
                 run = replace(run, complete=False)

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from pdctl.bench.cell_watch import CellWatch, Wanted
     from pdctl.bench.generator import LoadGenerator
     from pdctl.bench.results import AnswerCheck, Cell, Environment, Mode, Sample, Settings
-    from pdctl.bench.session import Observed
     from pdctl.cli.progress import Display
     from pdctl.hosts.fleet import Fleet
     from pdctl.lifecycle.nodes import Nodes
@@ -40,10 +39,7 @@ def plan_in(plan: ClusterPlan, mode: Mode) -> ClusterPlan:
     Raises:
         ClusterFileError: the cluster file does not allow it.
     """
-    import os
-
-    from pdctl.connector_package import connector_digest, connector_files
-    from pdctl.plan import make_plan
+    from pdctl.cli.options import plan_spec
 
     transfer = plan.spec.transfer.model_copy(
         update={
@@ -51,12 +47,7 @@ def plan_in(plan: ClusterPlan, mode: Mode) -> ClusterPlan:
             "connector": "upstream" if mode == "push-upstream" else "pdctl",
         }
     )
-    return make_plan(
-        plan.spec.model_copy(update={"transfer": transfer}),
-        environ=os.environ,
-        connector_digest=connector_digest(connector_files()),
-        require_secrets=True,
-    )
+    return plan_spec(plan.spec.model_copy(update={"transfer": transfer}), require_secrets=True)
 
 
 def generator_instance(plan: ClusterPlan, host: str | None) -> InstancePlan:
@@ -97,7 +88,7 @@ def environment(plan: ClusterPlan, fleet: Fleet, generator: InstancePlan) -> Env
     versions_of_generator: dict[str, str] = {}
     for instance in plan.instances:
         interpreter = facts[instance.host].interpreter(instance.argv[0])
-        versions = {} if interpreter is None else {"python": interpreter.version, **interpreter.packages}
+        versions = {} if interpreter is None else interpreter.versions
         if instance is generator:
             versions_of_generator = versions
         instances.append(
@@ -106,7 +97,7 @@ def environment(plan: ClusterPlan, fleet: Fleet, generator: InstancePlan) -> Env
                 instance.role,
                 instance.host,
                 tuple(flags_of(instance.argv)),
-                {name: version for name, version in sorted(versions.items()) if name in _PACKAGES and version},
+                {name: version for name, version in sorted(versions.items()) if name in _PACKAGES},
                 environment_of(plan, instance),
             )
         )
@@ -143,12 +134,14 @@ def flags_of(argv: Sequence[str]) -> Iterator[str]:
 
 def environment_of(plan: ClusterPlan, instance: InstancePlan) -> dict[str, str]:
     """The variables that the cluster file gives an instance, without secrets."""
+    from pdctl.plan_seats import role_of
+
     spec = plan.spec
     layers: list[Mapping[str, object]] = [spec.env]
     if instance.role == "router":
         layers.append(spec.router.env)
     else:
-        role = spec.prefill if instance.role == "prefill" else spec.decode
+        role = role_of(spec, instance.role)
         layers += [role.env, *(host.env for host in role.hosts if host.name == instance.host)]
     names = {name for layer in layers for name in layer}
     return {name: value for name, value in sorted(instance.env.items()) if name in names}
@@ -191,10 +184,11 @@ def check_lengths(nodes: Nodes, plan: ClusterPlan, settings: Settings) -> None:
         PdctlError: an instance does not answer.
         UsageError: a cell needs more tokens than an instance takes.
     """
+    from pdctl.lifecycle.completions import authorization
     from pdctl.lifecycle.nodes import HttpRequest
 
     for instance in (plan.prefill[0], plan.decode[0]):
-        headers = authorization(plan)
+        headers = authorization(plan, instance)
         request = HttpRequest("GET", f"{instance.url}/v1/models", headers=headers, timeout_s=_READ_S)
         response = nodes.http(instance.host, [request])[0]
         if not response.ok:
@@ -209,17 +203,10 @@ def check_lengths(nodes: Nodes, plan: ClusterPlan, settings: Settings) -> None:
         _check_longest(settings, limit, instance.name)
 
 
-def authorization(plan: ClusterPlan) -> dict[str, str]:
-    """Headers that the instances want, if they want any."""
-    key = plan.prefill[0].secret_env.get("VLLM_API_KEY")
-    return {"Authorization": f"Bearer {key}"} if key else {}
-
-
 def reader(nodes: Nodes, fleet: Fleet, plan: ClusterPlan) -> Callable[[Sequence[Wanted]], list[bytes | None]]:
     """What :class:`CellWatch` reads with: every URL asked for on the host of its instance, all at once."""
+    from pdctl.lifecycle.completions import authorization
     from pdctl.lifecycle.nodes import HttpRequest
-
-    headers = authorization(plan)
 
     def read(wanted: Sequence[Wanted]) -> list[bytes | None]:
         places: dict[str, list[int]] = {}
@@ -227,7 +214,10 @@ def reader(nodes: Nodes, fleet: Fleet, plan: ClusterPlan) -> Callable[[Sequence[
             places.setdefault(one.instance.host, []).append(place)
 
         def ask(host: str) -> list[bytes | None]:
-            requests = [HttpRequest("GET", wanted[i].url, headers=headers, timeout_s=_READ_S) for i in places[host]]
+            requests = [
+                HttpRequest("GET", one.url, headers=authorization(plan, one.instance), timeout_s=_READ_S)
+                for one in (wanted[place] for place in places[host])
+            ]
             return [
                 response.body.encode() if response.ok else None
                 for response in nodes.http(host, requests, parallel=True)
@@ -257,29 +247,15 @@ class BenchCluster:
         self._read = reader(Nodes(plan, fleet), fleet, plan)
         self._load = _Load(plan, generator, request_timeout_s)
 
-    def watch(self) -> _Watch:
+    def watch(self) -> CellWatch:
         """Look at a cell from now on."""
         from pdctl.bench.cell_watch import CellWatch
 
-        return _Watch(CellWatch(self._plan, self._read, self._mode))
+        return CellWatch(self._plan, self._read, self._mode)
 
     def generator(self) -> _Load:
         """What makes the load."""
         return self._load
-
-
-class _Watch:
-    def __init__(self, watch: CellWatch) -> None:
-        self._watch = watch
-
-    def begin(self) -> None:
-        self._watch.begin()
-
-    def end(self, samples: Sequence[Sample]) -> Observed:
-        from pdctl.bench.session import Observed
-
-        facts = self._watch.end(samples)
-        return Observed(facts.stages, facts.transfers, facts.trouble, facts.lost)
 
 
 class _Load:

@@ -409,10 +409,7 @@ def host_versions(plan: ClusterPlan, host: str, facts: Mapping[str, HostFacts]) 
 
     python = next(one.argv[0] for one in (*plan.prefill, *plan.decode) if one.host == host)
     interpreter = facts[host].interpreter(python) if host in facts else None
-    if interpreter is None:
-        return HostVersions(host)
-    versions = {"python": interpreter.version, **interpreter.packages}
-    return HostVersions(host, {name: version for name, version in versions.items() if version})
+    return HostVersions(host) if interpreter is None else HostVersions(host, interpreter.versions)
 
 
 def _print(measured: FabricResults, bench: Results | None, *, as_json: bool) -> None:

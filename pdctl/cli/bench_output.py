@@ -127,13 +127,12 @@ def write_report(results: Results, path: Path, summary: Summary | None = None) -
     Raises:
         PdctlError: it cannot be made or written.
     """
-    from pdctl.bench.documents import whole_file
+    from pdctl.atomic_file import write_atomically
     from pdctl.bench.html_report import html_report
     from pdctl.bench.summary import summarise
 
     page = html_report(results, summary or summarise(results))
-    with whole_file(path) as stream:
-        stream.write(page.encode())
+    write_atomically(path, page.encode(), mode=0o600)
 
 
 def show_results(results: Results, *, as_json: bool) -> None:

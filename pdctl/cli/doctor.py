@@ -241,7 +241,7 @@ def _write_bundle(outcome: Outcome, path: Path) -> None:
     import json
     import socket
 
-    from pdctl.doctor.atomic_file import write_atomically
+    from pdctl.atomic_file import write_atomically
     from pdctl.doctor.bundle import make_bundle
 
     machine = socket.gethostname()
@@ -263,7 +263,7 @@ def _own_logins() -> list[str]:
 
 
 def _write_junit(outcome: Outcome, path: Path) -> None:
-    from pdctl.doctor.atomic_file import write_atomically
+    from pdctl.atomic_file import write_atomically
     from pdctl.doctor.junit import junit
 
     write_atomically(path, junit(outcome), mode=0o644)

@@ -14,6 +14,7 @@ import click
 
 if TYPE_CHECKING:
     from pdctl.plan import ClusterPlan, InstancePlan
+    from pdctl.spec import ClusterSpec
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -58,11 +59,20 @@ def load_plan(file: Path, *, require_secrets: bool = False) -> ClusterPlan:
         ClusterFileError: the file, or the plan that follows from it, is wrong.
         UsageError: there is no such file.
     """
-    from pdctl.connector_package import connector_digest, connector_files
-    from pdctl.plan import make_plan
     from pdctl.spec import load
 
-    spec = load(file, os.environ)
+    return plan_spec(load(file, os.environ), require_secrets=require_secrets)
+
+
+def plan_spec(spec: ClusterSpec, *, require_secrets: bool) -> ClusterPlan:
+    """Plan a cluster file that was read; see :func:`load_plan`.
+
+    Raises:
+        ClusterFileError: there can be no plan.
+    """
+    from pdctl.connector_package import connector_digest, connector_files
+    from pdctl.plan import make_plan
+
     return make_plan(
         spec,
         environ=os.environ,

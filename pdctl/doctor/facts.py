@@ -263,6 +263,11 @@ class InterpreterFacts(Part):
     connector_problem: str = ""  # why the connector refuses this vLLM; empty if it takes it or this was not tried
     router_problem: str = ""  # why this vllm-router cannot route prefill and decode; empty if it can or was not tried
 
+    @property
+    def versions(self) -> dict[str, str]:
+        """Its own version as ``python``, and those of its packages; none that are not known."""
+        return {name: version for name, version in {"python": self.version, **self.packages}.items() if version}
+
 
 class InterfaceFacts(Part):
     """One network interface of the kernel. Addresses in CIDR form."""

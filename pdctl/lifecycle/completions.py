@@ -50,6 +50,12 @@ def unique_prompt(words: int) -> str:
     return " ".join([f"note-{secrets.token_hex(8)}:", *(_WORDS[index % len(_WORDS)] for index in range(words))])
 
 
+def authorization(plan: ClusterPlan, instance: InstancePlan) -> dict[str, str]:
+    """Headers that an instance or the router wants of a request, if it wants any: the cluster's API key."""
+    api_key = instance.secret_env.get("VLLM_API_KEY") or plan.prefill[0].secret_env.get("VLLM_API_KEY")
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+
 def completion_request(
     plan: ClusterPlan,
     instance: InstancePlan,
@@ -72,11 +78,9 @@ def completion_request(
         body["logprobs"] = logprobs
     if kv_transfer_params is not None:
         body["kv_transfer_params"] = dict(kv_transfer_params)
-    headers: dict[str, str] = {}
+    headers = authorization(plan, instance)
     if request_id is not None:
         headers["X-Request-Id"] = request_id
-    if api_key := instance.secret_env.get("VLLM_API_KEY") or plan.prefill[0].secret_env.get("VLLM_API_KEY"):
-        headers["Authorization"] = f"Bearer {api_key}"
     return HttpRequest("POST", f"{instance.url}/v1/completions", json=body, headers=headers, timeout_s=timeout_s)
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pdctl.atomic_file import write_atomically
 from pdctl.bench import results as module
-from pdctl.bench.documents import whole_file
 from pdctl.bench.results import (
     AnswerCheck,
     Cell,
@@ -165,8 +165,8 @@ def test_missing_and_huge_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     write_results(path, make())
-    with pytest.raises(TypeError), whole_file(path) as stream:
-        stream.write("half of it was no bytes")
+    with pytest.raises(TypeError):
+        write_atomically(path, "this is no bytes", mode=0o600)  # type: ignore[arg-type]
     assert read_results(path) == make()
     assert [one.name for one in tmp_path.iterdir()] == ["results.json"]
     with pytest.raises(UsageError, match="cannot write"):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from pdctl.bench.cell_watch import CellFacts
 from pdctl.bench.results import (
     AnswerCheck,
     Cell,
@@ -20,7 +21,7 @@ from pdctl.bench.results import (
     StageTimes,
     Transfers,
 )
-from pdctl.bench.session import Observed, Session, duration_words
+from pdctl.bench.session import Session, duration_words
 from pdctl.errors import PdctlError
 
 SMALL, LARGE = Cell(512, 16, concurrency=1), Cell(2048, 16, concurrency=4)
@@ -60,10 +61,10 @@ class Stand:
     def begin(self) -> None:
         self.log.append("begin")
 
-    def end(self, samples: Sequence[Sample]) -> Observed:
+    def end(self, samples: Sequence[Sample]) -> CellFacts:
         self.log.append(f"end {len(samples)}")
         self.after("end")
-        return Observed(
+        return CellFacts(
             StageTimes({"rest": 0.1}, requests=len(samples)),
             Transfers(completed=len(samples)),
             self.told,
